@@ -189,7 +189,7 @@ def run_agent(
     )
     # The agent expands $name in the arguments.
     words = [word.replace("$", "$$") for word in ("-m", "meshwright", *arguments)]
-    started = ranks_forked() if can_fork(job) else contextlib.nullcontext()
+    started = ranks_forked(job) if can_fork(job) else contextlib.nullcontext()
     kept = _signals_kept(path / STOP_FILE, shared=node.master is not None)
     with _agents_words_in(path / f"logs/agent{node.suffix}.log"), kept, started:
         try:

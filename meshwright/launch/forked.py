@@ -44,9 +44,9 @@ def no_forks() -> Iterator[None]:
 
 
 @contextmanager
-def ranks_forked() -> Iterator[None]:
+def ranks_forked(job: Job) -> Iterator[None]:
     """Inside, torch's agent forks the ranks of `python -m meshwright ARGUMENTS` instead of starting new programs."""
-    preload()
+    preload(job.run.compile)
 
     torch.set_num_threads(1)  # a fork has none of the compute threads, and would wait for them
     agent: Any = api  # where it looks up how to start a rank

@@ -48,6 +48,7 @@ from meshwright.parallel.tensor import apply_tensor_parallel
 from meshwright.parallel.weights import Weights, WholeWeights, one_pass_here
 from meshwright.parallel.world import World
 from meshwright.parallel.zero import ShardedWeights, apply_zero
+from meshwright.torch_private.compiler import start_compiler
 
 COMPILER_SAVES_MESHES = "2.12" <= torch.__version__ < "2.15"
 """Whether a compiled block that recomputes tries to save the mesh of its tensors as if it were a tensor (seen in 2.13;
@@ -206,9 +207,10 @@ def _compile(model: nn.Module, modes: Mapping[int, Mode], recompute_around: bool
     What a block recomputes is part of what is compiled, unless fully recomputed blocks recompute outside of it, as
     segments do.
     """
-    # These import the compiler, which takes time.
+    # Before the weights are drawn, during which the compiler's processes start; the import too takes time.
     from meshwright.parallel.compiler_fixes import correct_attention_shapes, recompute_inside_functions
 
+    start_compiler()
     recompute_inside_functions()
     correct_attention_shapes()
     for name, block in cast(nn.ModuleDict, model.layers).items():

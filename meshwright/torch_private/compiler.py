@@ -1,15 +1,46 @@
 """The compiler: what it imports, what it needs, shapes it gets wrong. torch 2.11 to 2.15."""
 
+import hashlib
 import re
 import sys
 from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 
-def preload() -> None:
-    """Import what torch imports on first use, which every forked process would repeat."""
+def preload(compiles: bool = False) -> None:
+    """Import what torch imports on first use, which every forked process would repeat: the compiler too if needed."""
     import torch._dynamo
-    import torch._inductor.utils  # noqa: F401
+    import torch._inductor.utils
+
+    if compiles:
+        import torch._inductor.compile_fx  # noqa: F401
+
+
+def start_compiler() -> None:
+    """Import the compiler and start the processes that compile kernels, which take seconds to be ready.
+
+    Later processes reuse what it traced also for graphs with autograd functions, which torch does not do by default.
+    """
+    import torch._functorch.config
+    import torch._inductor.compile_fx
+    from torch._inductor.async_compile import maybe_warm_pool
+
+    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
+    # Torch's own key has the names of our operations, not the code of their gradients.
+    if not torch.compiler.config.cache_key_tag.endswith(_code()):
+        torch.compiler.config.cache_key_tag += _code()
+    maybe_warm_pool()
+
+
+@cache
+def _code() -> str:
+    """A hash of this package's code."""
+    whole = hashlib.sha256()
+    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
+        whole.update(path.read_bytes())
+    return whole.hexdigest()
 
 
 def find_cpp_compiler() -> str | None:

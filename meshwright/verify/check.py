@@ -13,7 +13,7 @@ from meshwright.job.devices import Layout
 from meshwright.layout import is_asynchronous, ranks_of, require_layout
 from meshwright.parallel import uses_own_table
 from meshwright.registries import LOSSES, OPTIMIZERS, SCHEDULES
-from meshwright.torch_private.compiler import find_cpp_compiler
+from meshwright.torch_private.compiler import find_cpp_compiler, preload
 from meshwright.verify import formats, staged
 from meshwright.verify.asynchronous import observe_stale
 from meshwright.verify.collectives import Contract, prove
@@ -90,7 +90,7 @@ class Check:
     def start(self) -> "Check":
         """Fork the ranks, after refusing what the layout cannot do."""
         require_layout(self.job, ranks_of(self.job.layout))
-        require_compiler(self.job, self.device)
+        prepare_compiler(self.job, self.device)
         self._started = time.monotonic()
         job, master = _in_format(self.job, self.dtype)
         ranks = ranks_of(job.layout)
@@ -236,8 +236,8 @@ def replayed_choices(job: Job, dtype: str, device: str) -> Choices | None:
     return reference(job, "float64", device).choices
 
 
-def require_compiler(job: Job, device: str) -> None:
-    """Refuse compiled blocks if there is no compiler here."""
+def prepare_compiler(job: Job, device: str) -> None:
+    """Refuse compiled blocks if there is no compiler here, and import it, which forked ranks then need not do."""
     if not job.run.compile or device != "cpu":
         return
     if find_cpp_compiler() is None:
@@ -245,6 +245,7 @@ def require_compiler(job: Job, device: str) -> None:
             "run.compile = true: blocks are compiled for the CPU to be verified, but there is no C++ compiler here; "
             "install g++ (or name one in CXX), or verify the rest with --set run.compile=false"
         )
+    preload(compiles=True)
 
 
 def _backend(device: str, ranks: int) -> str:

@@ -13,7 +13,7 @@ from meshwright.checkpoint import checkpoints
 from meshwright.job import Job, LoadedJob, job_text
 from meshwright.job.devices import Layout
 from meshwright.layout import ranks_of, require_layout
-from meshwright.verify.check import COMPILED_TIMEOUT_S, Verdict, reference, require_compiler
+from meshwright.verify.check import COMPILED_TIMEOUT_S, Verdict, prepare_compiler, reference
 from meshwright.verify.compare import zero_gradients
 from meshwright.verify.ranks import run_ranks
 from meshwright.verify.run_compare import Record, compare_records, read_record, run_bounds
@@ -35,7 +35,7 @@ def check_run(
     collectives in a folder there, named by the leg's number.
     """
     require_layout(job, ranks_of(job.layout))
-    require_compiler(job, "cpu")
+    prepare_compiler(job, "cpu")
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="meshwright-run-") as made:
         folder = Path(made)

@@ -2,6 +2,7 @@
 
 import signal
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -277,3 +278,37 @@ def test_events_of_a_gpu_are_told_apart() -> None:
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
         torch.ones(2) + 1
     assert not any(processes.is_cuda_event(event) for event in profiled.key_averages())
+
+
+class _Product(torch.autograd.Function):
+    """A matrix product with a gradient of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        ctx.save_for_backward(x, y)
+        return x @ y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, y = ctx.saved_tensors
+        return grads[0] @ y.T, x.T @ grads[0]
+
+
+def test_graphs_with_autograd_functions_are_traced_once_for_the_same_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    seen = []
+    for code in ("", "", "changed"):
+        monkeypatch.setattr(torch.compiler.config, "cache_key_tag", code)
+        compiler.start_compiler()
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        x, y = torch.randn(3, 4, requires_grad=True), torch.randn(4, 5, requires_grad=True)
+        torch.compile(lambda x, y: _Product.apply(x, y))(x, y).sum().backward()
+        assert x.grad is not None
+        torch.testing.assert_close(x.grad, y.detach().sum(1).expand(3, 4))
+        counted = torch._dynamo.utils.counters["aot_autograd"]
+        seen.append((counted["autograd_cache_hit"], counted["autograd_cache_miss"]))
+    torch._dynamo.reset()
+    assert seen == [(0, 1), (1, 0), (0, 1)]
