@@ -169,6 +169,7 @@ def _build_model(
     if job.run.compile:
         # With attention over ranks only recomputation around the block was measured on a GPU.
         around = world.context_group is not None or (job.layout.tp > 1 and COMPILER_SAVES_MESHES)
+        start_compiler(_place(world))  # before weights are drawn, which takes as long as its processes need
         _compile(model, modes, recompute_around=around)
         _overlap(job, world)
     for block in encoder_blocks(model):
@@ -207,10 +208,9 @@ def _compile(model: nn.Module, modes: Mapping[int, Mode], recompute_around: bool
     What a block recomputes is part of what is compiled, unless fully recomputed blocks recompute outside of it, as
     segments do.
     """
-    # Before the weights are drawn, during which the compiler's processes start; the import too takes time.
+    # These import the compiler, which takes time.
     from meshwright.parallel.compiler_fixes import correct_attention_shapes, recompute_inside_functions
 
-    start_compiler()
     recompute_inside_functions()
     correct_attention_shapes()
     for name, block in cast(nn.ModuleDict, model.layers).items():
@@ -220,6 +220,11 @@ def _compile(model: nn.Module, modes: Mapping[int, Mode], recompute_around: bool
             block.forward = torch.compile(block.forward)
         else:
             block.compile()
+
+
+def _place(world: World) -> str:
+    """This rank's place on the axes along which ranks compute different things."""
+    return " ".join(f"{axis} {rank}" for axis, (rank, _) in world.axes.items() if not axis.startswith("dp_"))
 
 
 def _overlap(job: Job, world: World) -> None:

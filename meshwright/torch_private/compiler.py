@@ -8,6 +8,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+_OURS = "|meshwright "
+"""Where our part of the key of compiled code begins, after a user's own."""
+
 
 def preload(compiles: bool = False) -> None:
     """Import what torch imports on first use, which every forked process would repeat: the compiler too if needed."""
@@ -18,19 +21,21 @@ def preload(compiles: bool = False) -> None:
         import torch._inductor.compile_fx  # noqa: F401
 
 
-def start_compiler() -> None:
+def start_compiler(place: str) -> None:
     """Import the compiler and start the processes that compile kernels, which take seconds to be ready.
 
-    Later processes reuse what it traced also for graphs with autograd functions, which torch does not do by default.
+    Later processes with the same code, at the same `place` among ranks, reuse what it traced also for graphs with
+    autograd functions, which torch does not do by default.
     """
     import torch._functorch.config
     import torch._inductor.compile_fx
     from torch._inductor.async_compile import maybe_warm_pool
 
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
-    # Torch's own key has the names of our operations, not the code of their gradients.
-    if not torch.compiler.config.cache_key_tag.endswith(_code()):
-        torch.compiler.config.cache_key_tag += _code()
+    # Torch's own key has the names of our operations, not the code of their gradients, and no place: what a sharded
+    # tensor does on this rank alone is decided after the key is made.
+    users, _, _ = torch.compiler.config.cache_key_tag.partition(_OURS)
+    torch.compiler.config.cache_key_tag = f"{users}{_OURS}{_code()} {place}"
     maybe_warm_pool()
 
 
