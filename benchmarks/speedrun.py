@@ -45,7 +45,7 @@ Row = dict[str, Any]
 SETTLE = 5
 """Steps that count as long as the others on average."""
 SHAPE = Setting(12, 768, 12, 12, 2048, 32768, 1024, 64, False)
-STEPS = {"ours": 250, "gpt2": 430, "torchtitan": 500, "transformers": 500}
+STEPS = {"ours": 250, "gpt2": 500, "torchtitan": 500, "transformers": 500}
 """torchtitan's loss after 500 is the target; GPT-2's recipe gets more time than ours needs for it, over 0.6."""
 EVERY = {"ours": 25, "gpt2": 50, "torchtitan": 50, "transformers": 50}
 GPT2 = [
