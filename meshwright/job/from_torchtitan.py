@@ -52,8 +52,19 @@ def _model(conversion: Conversion) -> None:
         conversion.refuse(where, f"{remedy}, or write [model] by hand", "is not a model known here")
         return
     conversion.fields |= {f"model.{field}": value for field, value in shape.items()}
+    _initial_weights(conversion, shape)
     if plain != flavor:
         conversion.fields["data.mask_documents"] = True
+
+
+def _initial_weights(conversion: Conversion, given: dict[str, Any]) -> None:
+    """How torchtitan draws an embedding: with 1.0, or if it is tied as its head."""
+    shape = {**(model_preset(given["preset"]) if "preset" in given else {}), **given}
+    if shape.get("tied"):
+        conversion.fields["model.embed_std"] = shape["width"] ** -0.5
+        return
+    conversion.fields["model.embed_std"] = 1.0
+    conversion.notes.append("initial weights of the head have a standard deviation of 0.02, in torchtitan 1 / √width")
 
 
 def _data(conversion: Conversion) -> None:

@@ -24,6 +24,8 @@ _NOT_SHAPE = (
     "init_from",
     "file",
     "dropout",
+    "init_std",
+    "embed_std",
     "loss",
     "extra_tokens",
     "extra_tokens_weight",
@@ -66,10 +68,15 @@ def folder_table(name: str) -> dict[str, dict[str, Any]]:
 
 
 def require_agreement(name: str, shape: dict[str, Any], tables: Iterable[tuple[str, dict[str, Any]]]) -> None:
-    """Reject a field of [model] that contradicts the shape of the folder's weights; `tables` come with their places."""
-    for where, table in tables:
-        section = table.get("model")
-        for field, value in section.items() if isinstance(section, dict) else ():
+    """Reject a field of [model] that contradicts the shape of the folder's weights.
+
+    `tables` come with their places, and later ones override earlier ones.
+    """
+    sections = [(where, table["model"]) for where, table in tables if isinstance(table.get("model"), dict)]
+    for place, (where, section) in enumerate(sections):
+        for field, value in section.items():
+            if not isinstance(value, dict) and any(field in later for _, later in sections[place + 1 :]):
+                continue
             if field == "file" and value is not None:  # a resolved job lists every field
                 raise UserError(
                     f"{where}: model.file with model.init_from: a folder's weights do not fit a model of your "

@@ -1,6 +1,6 @@
 """Every argument of Megatron-LM (megatron/training/arguments.py) that is not a field of ours under another name."""
 
-from meshwright.job.convert import ANY, Noted, Passed, Rule
+from meshwright.job.convert import ANY, Field, Noted, Passed, Rule
 
 _SPEED = "it tunes how Megatron moves data and changes no results: remove it"
 _DENSE = "experts are not translated: remove it, and set model.experts and layout.ep in the job"
@@ -83,7 +83,6 @@ _ONLY: dict[str, tuple[list[object], str]] = {
     "full-validation": ([False], "an evaluation is evaluation.batches here: write --eval-iters"),
     "multiple-validation-sets": ([False], "name them in evaluation.sets"),
     "sample-rate": ([1, 1.0], "data.weights blends sources"),
-    "embedding-init-method-std": ([0.02], "every matrix is drawn with 0.02 here: remove it"),
     "init-method-xavier-uniform": ([False], "weights are drawn from a normal distribution: remove it"),
     "data-parallel-random-init": ([False], "all replicas start equal: remove it"),
     "apply-residual-connection-post-layernorm": ([False], "norms come before the blocks here"),
@@ -157,7 +156,6 @@ _ONLY: dict[str, tuple[list[object], str]] = {
 }  # fmt: skip
 """Arguments with their values that have no effect, and what to do about any other."""
 _NOTED = {
-    "init-method-std": "the standard deviation of initial weights is always 0.02 here, Megatron's default",
     "vocab-file": _TOKENS,
     "merge-file": _TOKENS,
     "tokenizer-model": _TOKENS,
@@ -189,6 +187,8 @@ RULES: dict[str, Rule] = {
     **{f"--{name}": Passed(ANY) for name in _ANYTHING.split()},
     **{f"--{name}": Passed(values, instead) for name, (values, instead) in _ONLY.items()},
     **{f"--{name}": Noted(note) for name, note in _NOTED.items()},
+    "--init-method-std": Field("model.init_std", float),
+    "--embedding-init-method-std": Field("model.embed_std", float),
 }
 
 

@@ -119,6 +119,10 @@ class Model(Section):
     """Multi-head latent attention (DeepSeek); none by default."""
     tied: bool = False
     """The output head shares the embedding's weights."""
+    init_std: PositiveFloat = Field(default=0.02, le=100.0)
+    """Standard deviation of random matrices; divided by √(2 · layers) for those that write to the residual stream."""
+    embed_std: PositiveFloat | None = Field(default=None, le=100.0)
+    """That of the embedding, and of a head tied to it; default init_std. torchtitan draws an embedding with 1.0."""
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
     """Dropout after the embedding and on both residual branches, keyed by seed, step, layer and position."""
     loss: LossName = "cross-entropy"
@@ -238,6 +242,11 @@ class Model(Section):
             raise ValueError(
                 f"model.extra_tokens = {self.extra_tokens} adds blocks to Meshwright's own decoder, but model.file = "
                 f"{self.file} builds its own; set model.extra_tokens = 0"
+            )
+        if self.embed_std is not None and self.file is not None:
+            raise ValueError(
+                f"model.embed_std = {self.embed_std} is for Meshwright's own decoder, but model.file = {self.file} "
+                "builds its own; leave it out"
             )
         if self.adapter is not None:
             require_adapter(self, self.adapter)

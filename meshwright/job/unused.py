@@ -23,6 +23,11 @@ _READERS: list[tuple[str, str, Callable[[Job], bool]]] = [
     ("model.rope_theta model.rope_scaling", 'model.positions = "rope"', lambda job: job.model.positions == "rope"),
     ("model.qk_norm_over", "model.qk_norm = true", lambda job: job.model.qk_norm),
     ("model.window_layers", "model.sliding_window", lambda job: job.model.sliding_window is not None),
+    (
+        "model.init_std model.embed_std",
+        "random weights: no model.init_from, or an encoder without one",
+        lambda job: job.model.init_from is None or job.model.encoder is not None,
+    ),
     ("model.extra_tokens_weight", "model.extra_tokens", lambda job: job.model.extra_tokens > 0),
     ("data.virtual_shards data.shuffle_buffer", "data.stream = true", lambda job: job.data.stream),
     (

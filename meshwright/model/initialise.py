@@ -14,10 +14,9 @@ from meshwright.job.encoder import encoder_part
 from meshwright.model.adapter import A, AdaptedLinear, B
 from meshwright.model.decoder import Decoder
 
+EMBEDDING = "embed.weight"
 ROWS_PER_DRAW = 512
 """Rows drawn by one generator; a slice costs at most this many extra rows at either end."""
-
-STD = 0.02
 
 
 def initialise(model: Decoder, seed: int) -> None:
@@ -55,9 +54,11 @@ def initial_rows(shape: Model, name: str, size: Sequence[int], seed: int, rows: 
     residual = name.endswith((".o.weight", ".down.weight"))
     encoder = shape.encoder if encoder_part(name) != "decoder" else None
     layers = shape.layers if encoder is None else encoder.layers
-    std = STD / math.sqrt(2 * layers) if residual else STD
     # A tied head separate from its table, as on a last pipeline stage, starts with the table's values.
-    drawn_as = "embed.weight" if shape.tied and name == "head.weight" else name
+    drawn_as = EMBEDDING if shape.tied and name == "head.weight" else name
+    std = shape.init_std / math.sqrt(2 * layers) if residual else shape.init_std
+    if drawn_as == EMBEDDING and shape.embed_std is not None:
+        std = shape.embed_std
     return draw_rows(drawn_as, size, std, seed, rows)
 
 

@@ -124,6 +124,13 @@ def test_what_contradicts_the_folder_is_refused_by_name(
         load_job(str(_written(tmp_path, folders / "qwen3", line)), [override] if override else [])
 
 
+def test_what_an_override_replaces_contradicts_nothing(folders: Path, tmp_path: Path) -> None:
+    job = str(_written(tmp_path, folders / "qwen3", "layers = 2"))
+    assert load_job(job, ["model.layers=3"]).job.model.layers == 3
+    with pytest.raises(UserError, match=r"--set: model\.layers = 4 contradicts"):
+        load_job(job, ["model.layers=4"])
+
+
 def test_weights_without_their_tokenizer_meet_no_new_one(folders: Path, tmp_path: Path) -> None:
     bare = tmp_path / "bare"
     bare.mkdir()

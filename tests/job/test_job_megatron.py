@@ -34,7 +34,7 @@ def test_llama_3_8b_is_the_published_shape() -> None:
     found = job_from_megatron(SCRIPTS / "llama3-8b.sh")
     job = found.job
     preset = Model.model_validate(model_preset("llama-3-8b"))
-    assert job.model.model_copy(update={"preset": None}) == preset
+    assert job.model.model_copy(update={"preset": None, "init_std": preset.init_std}) == preset
     assert parameter_count(job.model) == 8_030_261_248
     assert (job.layout.tp, job.layout.dp_shard, job.layout.zero, job.layout.sp) == (2, 8, 1, True)
     assert (job.batch.global_batch, job.batch.micro_batch, job.batch.sequence_length) == (128, 1, 8192)
@@ -42,7 +42,7 @@ def test_llama_3_8b_is_the_published_shape() -> None:
     assert job.schedule.min_lr_ratio == pytest.approx(0.1)
     assert job.optimizer.betas == (0.9, 0.95) and job.precision.compute == "bf16"
     assert any("data.sources is not set" in note for note in found.notes)
-    assert any("--init-method-std = 0.0134" in note for note in found.notes)
+    assert job.model.init_std == 0.0134 and job.model.embed_std is None
 
 
 def test_gpt_3_has_its_175_billion_parameters_and_its_interleaved_pipeline() -> None:

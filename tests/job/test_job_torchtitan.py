@@ -78,6 +78,7 @@ def test_a_configuration_becomes_a_job(tmp_path: Path) -> None:
     scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_sequence_length": 8192}
     assert found.fields == {
         "model.preset": "llama-3-8b",
+        "model.embed_std": 1.0,
         "model.max_sequence_length": 131072,
         "model.rope_scaling": scaling,
         "data.tokenizer": "assets/Llama-3.1-8B/tokenizer.json",
@@ -182,7 +183,11 @@ def test_defaults_are_its_own(tmp_path: Path) -> None:
             {"layout.split": [2, 4], "layout.schedule": "1f1b"},
         ),
         ({"parallelism": {"fsdp_reshard_after_forward": "never"}}, 2, {"layout.zero": 2}),
-        ({"model": {"name": "qwen3", "flavor": "0.6B"}}, 1, {"model.preset": "qwen3-0.6b"}),
+        (
+            {"model": {"name": "qwen3", "flavor": "0.6B"}},
+            1,
+            {"model.preset": "qwen3-0.6b", "model.embed_std": 1024**-0.5},
+        ),
         ({"model": {"flavor": "debugmodel_flex_attn"}}, 1, {"model.layers": 6, "data.mask_documents": True}),
         ({"model": {"converters": ["quantize.linear.float8"]}}, 1, {"precision.fp8_head": True}),
         (

@@ -54,6 +54,21 @@ def test_every_parameter_has_its_kind_of_value(name: str) -> None:
             assert torch.equal(parameter[3:9], initial_rows(shape, key, parameter.shape, 3, slice(3, 9)))
 
 
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-qwen2"])
+def test_a_job_may_set_how_large_values_are(name: str) -> None:
+    shape = preset(name, vocab_size=2000, init_std=0.006, embed_std=0.5)
+    model = Decoder(shape)
+    initialise(model, 0)
+    deviations = {key: parameter.std().item() for key, parameter in model.named_parameters() if parameter.dim() > 1}
+    assert deviations.pop("embed.weight") == pytest.approx(0.5, rel=0.1)
+    assert deviations.pop("head.weight", 0.006) == pytest.approx(0.006, rel=0.1)
+    for key, deviation in deviations.items():
+        residual = key.endswith(("o.weight", "down.weight"))
+        assert deviation == pytest.approx(0.006 / math.sqrt(2 * shape.layers) if residual else 0.006, rel=0.1), key
+    apart = initial_rows(shape, "head.weight", (2000, shape.width), 0, slice(None))
+    assert torch.equal(apart, model.head.weight)
+
+
 def test_dtype_changes_only_the_rounding() -> None:
     narrow, wide = Decoder(preset("tiny-llama")), Decoder(preset("tiny-llama")).double()
     initialise(narrow, 0)
