@@ -169,7 +169,9 @@ def _build_model(
     if job.run.compile:
         # With attention over ranks only recomputation around the block was measured on a GPU.
         around = world.context_group is not None or (job.layout.tp > 1 and COMPILER_SAVES_MESHES)
-        start_compiler(_place(world))  # before weights are drawn, which takes as long as its processes need
+        # Before weights are drawn, which takes as long as the compiler's processes need. Of a user's own code we do not
+        # know all that it imports.
+        start_compiler(_place(world), reuse=job.model.file is None)
         _compile(model, modes, recompute_around=around)
         _overlap(job, world)
     for block in encoder_blocks(model):

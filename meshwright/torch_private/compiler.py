@@ -8,6 +8,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch.nn.attention import current_flash_attention_impl
+
 _OURS = "|meshwright "
 """Where our part of the key of compiled code begins, after a user's own."""
 
@@ -21,22 +24,30 @@ def preload(compiles: bool = False) -> None:
         import torch._inductor.compile_fx  # noqa: F401
 
 
-def start_compiler(place: str) -> None:
+def start_compiler(place: str, reuse: bool) -> None:
     """Import the compiler and start the processes that compile kernels, which take seconds to be ready.
 
-    Later processes with the same code, at the same `place` among ranks, reuse what it traced also for graphs with
-    autograd functions, which torch does not do by default.
+    With `reuse`, later processes with the same code, at the same `place` among ranks, reuse what it traced also for
+    graphs with autograd functions, which torch does not do by default.
     """
     import torch._functorch.config
     import torch._inductor.compile_fx
     from torch._inductor.async_compile import maybe_warm_pool
 
-    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
-    # Torch's own key has the names of our operations, not the code of their gradients, and no place: what a sharded
-    # tensor does on this rank alone is decided after the key is made.
+    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = reuse
+    # Torch's own key lacks what is decided after it was made: the gradients of our operations, of which it has the
+    # names, what a sharded tensor does on this rank alone, and the kernel of attention.
     users, _, _ = torch.compiler.config.cache_key_tag.partition(_OURS)
-    torch.compiler.config.cache_key_tag = f"{users}{_OURS}{_code()} {place}"
+    torch.compiler.config.cache_key_tag = f"{users}{_OURS}{_code()} {place} {_attention()}"
     maybe_warm_pool()
+
+
+def _attention() -> str:
+    """Which kernels torch may choose for attention."""
+    cuda: Any = torch.backends.cuda
+    allowed = {"cudnn": cuda.cudnn_sdp_enabled(), "flash": cuda.flash_sdp_enabled(), "math": cuda.math_sdp_enabled()}
+    allowed["efficient"] = cuda.mem_efficient_sdp_enabled()
+    return f"{allowed} {current_flash_attention_impl()}"
 
 
 @cache

@@ -294,16 +294,24 @@ class _Product(torch.autograd.Function):
         return grads[0] @ y.T, x.T @ grads[0]
 
 
-def test_graphs_with_autograd_functions_are_traced_once_for_the_same_code_and_place(
+def test_graphs_with_autograd_functions_are_traced_once_for_the_same_code_place_and_kernel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     seen = []
     monkeypatch.setattr(torch.compiler.config, "cache_key_tag", "a user's")
     code = compiler._code
-    for place, changed in (("tp 0", ""), ("tp 0", ""), ("tp 1", ""), ("tp 0", "x = 1")):
+    for place, changed, cudnn, reuse in (
+        ("tp 0", "", True, True),
+        ("tp 0", "", True, True),
+        ("tp 1", "", True, True),
+        ("tp 0", "x = 1", True, True),
+        ("tp 0", "", False, True),
+        ("tp 0", "", True, False),
+    ):
         monkeypatch.setattr(compiler, "_code", lambda changed=changed: code() + changed)
-        compiler.start_compiler(place)
+        monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda cudnn=cudnn: cudnn)
+        compiler.start_compiler(place, reuse)
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
         x, y = torch.randn(3, 4, requires_grad=True), torch.randn(4, 5, requires_grad=True)
@@ -313,7 +321,7 @@ def test_graphs_with_autograd_functions_are_traced_once_for_the_same_code_and_pl
         counted = torch._dynamo.utils.counters["aot_autograd"]
         seen.append((counted["autograd_cache_hit"], counted["autograd_cache_miss"]))
     torch._dynamo.reset()
-    assert seen == [(0, 1), (1, 0), (0, 1), (0, 1)]
+    assert seen == [(0, 1), (1, 0), (0, 1), (0, 1), (0, 1), (0, 0)]
     assert (
         torch.compiler.config.cache_key_tag.startswith("a user's|")
         and "tp 1" not in torch.compiler.config.cache_key_tag
