@@ -171,7 +171,7 @@ def _build_model(
         around = world.context_group is not None or (job.layout.tp > 1 and COMPILER_SAVES_MESHES)
         # Before weights are drawn, which takes as long as the compiler's processes need. Of a user's own code we do not
         # know all that it imports.
-        start_compiler(_place(world), reuse=job.model.file is None)
+        start_compiler(_what_is_traced(job, world), reuse=job.model.file is None)
         _compile(model, modes, recompute_around=around)
         _overlap(job, world)
     for block in encoder_blocks(model):
@@ -224,9 +224,10 @@ def _compile(model: nn.Module, modes: Mapping[int, Mode], recompute_around: bool
             block.compile()
 
 
-def _place(world: World) -> str:
-    """This rank's place on the axes along which ranks compute different things."""
-    return " ".join(f"{axis} {rank}" for axis, (rank, _) in world.axes.items() if not axis.startswith("dp_"))
+def _what_is_traced(job: Job, world: World) -> str:
+    """The settings that decide what a block computes, and this rank's place where ranks compute different things."""
+    place = " ".join(f"{axis} {rank}" for axis, (rank, _) in world.axes.items() if not axis.startswith("dp_"))
+    return f"{job.model!r} {job.layout!r} {job.memory!r} {job.precision!r} {place}"
 
 
 def _overlap(job: Job, world: World) -> None:

@@ -24,10 +24,10 @@ def preload(compiles: bool = False) -> None:
         import torch._inductor.compile_fx  # noqa: F401
 
 
-def start_compiler(place: str, reuse: bool) -> None:
+def start_compiler(traced: str, reuse: bool) -> None:
     """Import the compiler and start the processes that compile kernels, which take seconds to be ready.
 
-    With `reuse`, later processes with the same code, at the same `place` among ranks, reuse what it traced also for
+    With `reuse`, later processes with the same code, that name the same as `traced`, reuse what it traced also for
     graphs with autograd functions, which torch does not do by default.
     """
     import torch._functorch.config
@@ -38,7 +38,7 @@ def start_compiler(place: str, reuse: bool) -> None:
     # Torch's own key lacks what is decided after it was made: the gradients of our operations, of which it has the
     # names, what a sharded tensor does on this rank alone, and the kernel of attention.
     users, _, _ = torch.compiler.config.cache_key_tag.partition(_OURS)
-    torch.compiler.config.cache_key_tag = f"{users}{_OURS}{_code()} {place} {_attention()}"
+    torch.compiler.config.cache_key_tag = f"{users}{_OURS}{_code()} {traced} {_attention()}"
     maybe_warm_pool()
 
 

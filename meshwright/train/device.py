@@ -1,7 +1,10 @@
 """The device of a run, and what it supports."""
 
+import hashlib
 import os
+import platform
 import warnings
+from pathlib import Path
 
 import torch
 
@@ -74,14 +77,37 @@ def prepare_device(job: Job, device: torch.device) -> None:
     # A thread settles its number of compute threads when it first asks; until this one has, the 1 that the loader's
     # page-locking thread sets for itself would be taken for all, and offloaded updates would run on one core.
     torch.get_num_threads()
-    if job.run.compile:  # torch's default, a temporary folder, is empty in every new cluster job
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_root(job.data.cache) / "compiled"))
+    if job.run.compile:
+        _keep_compiled_code(job)
     warnings.filterwarnings("ignore", message="mkldnn_matmul failed")  # emulated_format reports it
     if job.run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at initialization
         torch.use_deterministic_algorithms(True)
     if device.type == "cuda":
         torch.set_float32_matmul_precision("highest" if job.precision.compute == "fp32" else "high")
+
+
+def _keep_compiled_code(job: Job) -> None:
+    """Keep compiled code in a folder that later cluster jobs find too, and only on CPUs of this kind.
+
+    Torch's default is a temporary folder, and torch takes what a CPU with longer vectors compiled for its own: in 2.13
+    code for AVX-512, compiled again for AVX2, left every second result unwritten, without an error.
+    """
+    given = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    folder = Path(given) if given else cache_root(job.data.cache) / "compiled"
+    if folder.name != _kind_of_cpu():  # of a process that this one was started by
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / _kind_of_cpu())
+
+
+def _kind_of_cpu() -> str:
+    """A short hash of this CPU's architecture and instructions, as far as Linux tells them."""
+    kind = [platform.machine(), torch.backends.cpu.get_cpu_capability()]
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    kind += next((line.split() for line in lines if line.startswith(("flags", "Features"))), [])
+    return hashlib.sha256(" ".join(kind).encode()).hexdigest()[:12]
 
 
 def emulated_format(job: Job, device: torch.device) -> str | None:

@@ -3,6 +3,14 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from meshwright.job import Job
+from meshwright.job.running import Run
+from meshwright.train import prepare_device
 
 PROGRAM = """
 import threading, torch
@@ -26,3 +34,21 @@ def threads(prepared: bool) -> str:
 def test_the_loaders_thread_takes_no_core_from_updates_on_the_host() -> None:
     assert threads(prepared=False) == "1", "torch has changed: what prepare_device does about it may go"
     assert threads(prepared=True) == "2"
+
+
+def test_compiled_code_is_kept_apart_for_every_kind_of_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def folder() -> Path:
+        prepare_device(Job(run=Run(compile=True)), torch.device("cpu"))
+        return Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    here = folder()
+    assert here.parent == tmp_path / "meshwright" / "compiled"
+    assert folder() == here, "a process started by this one looks where this one does"
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "mine"))
+    assert folder() == tmp_path / "mine" / here.name
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "mine"))
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "another")
+    assert folder().parent == tmp_path / "mine" and folder().name != here.name
