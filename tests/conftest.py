@@ -1,5 +1,7 @@
 """Shared by all rooms: the command line run in this process, a small corpus, a small job."""
 
+import atexit
+import contextlib
 import gc
 import os
 import subprocess
@@ -148,9 +150,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in gpu]
 
 
+FROZEN = contextlib.ExitStack()
+atexit.register(FROZEN.close)
+
+
 def pytest_collection_finish() -> None:
     """What all tests have imported is not garbage: every run collects once before its first step, and a collection that
     visited a million objects would take longer than most of these runs."""
+    from meshwright.train.garbage import frozen
+
     gc.collect()
-    gc.freeze()
+    FROZEN.enter_context(frozen())
     gc.enable()
+
+
+_modules = 0
+"""How many were imported when what is imported was frozen last."""
+
+
+@pytest.fixture(autouse=True)
+def later_imports_are_frozen_too() -> None:
+    """What earlier tests have imported, such as the compiler, is no garbage either, here and in forks."""
+    global _modules
+    if len(sys.modules) > _modules + 100:
+        _modules = len(sys.modules)
+        gc.collect()
+        gc.freeze()

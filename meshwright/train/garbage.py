@@ -6,18 +6,24 @@ from contextlib import contextmanager
 
 EVERY_STEPS = 100
 
+_is_frozen = False
+"""Whether `frozen` is entered, here or in the process that forked this one; to count what is frozen takes long."""
+
 
 @contextmanager
 def frozen() -> Iterator[None]:
     """Inside, the collector visits nothing that was there before: a process forked there would copy all of it."""
-    if gc.get_freeze_count():  # by this process or by the one that forked it: all but a little is frozen, and stays so
+    global _is_frozen
+    if _is_frozen:  # all but a little, and it stays so
         yield
         return
     gc.freeze()
+    _is_frozen = True
     try:
         yield
     finally:
         gc.unfreeze()
+        _is_frozen = False
 
 
 @contextmanager

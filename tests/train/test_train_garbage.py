@@ -6,12 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 
+from meshwright.train import garbage
 from meshwright.train.garbage import EVERY_STEPS, collect_if_due, collected_by_schedule, frozen
 
 
 @pytest.fixture
-def thawed() -> Iterator[None]:
+def thawed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nothing is frozen, as in a new process."""
+    monkeypatch.setattr(garbage, "_is_frozen", False)
     gc.unfreeze()
     yield
     gc.freeze()
@@ -40,11 +42,12 @@ def test_what_a_parent_froze_stays_so(thawed: None) -> None:
         with inside():
             assert gc.get_freeze_count() > 0
         assert gc.get_freeze_count() == 0
-    gc.freeze()
-    for inside in (collected_by_schedule, frozen):
-        with inside():
-            pass
-        assert gc.get_freeze_count() > 0
+    with frozen():
+        for inside in (collected_by_schedule, frozen):
+            with inside():
+                pass
+            assert gc.get_freeze_count() > 0
+    assert gc.get_freeze_count() == 0
 
 
 def test_who_keeps_the_collector_off_finds_it_off() -> None:

@@ -8,7 +8,6 @@ There `builtin:stdlib` is one package of the standard library: to prepare all of
 import array
 import atexit
 import contextlib
-import gc
 import json
 import os
 import select
@@ -31,8 +30,11 @@ import meshwright.measure
 import meshwright.plan
 import meshwright.studio
 import meshwright.verify
+from meshwright.train.garbage import frozen
 
 LARGEST_BYTES = 1 << 20
+FROZEN = contextlib.ExitStack()
+atexit.register(FROZEN.close)
 
 
 def serve(path: str) -> dict[str, Any] | None:
@@ -41,7 +43,7 @@ def serve(path: str) -> dict[str, Any] | None:
     listening.bind(path)
     listening.listen()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those who answer
-    gc.freeze()  # else the first collection in a command visits, and so copies, all that was imported
+    FROZEN.enter_context(frozen())  # else a command's first collection visits, and so copies, all that was imported
     sys.stdout.write("ready\n")
     sys.stdout.flush()
     while listening in select.select([listening, sys.stdin], [], [])[0]:
