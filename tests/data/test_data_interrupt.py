@@ -27,6 +27,7 @@ def test_ctrl_c_ends_the_training_of_a_tokenizer(tmp_path: Path, monkeypatch: py
             time.sleep(0.05)
         os.kill(os.getpid(), signal.SIGINT)
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # who is started in the background is deaf to it
     monkeypatch.setattr(workers, "_train", endless)
     (tmp_path / "text.txt").write_text("some words " * 50_000)
     units = plan_units(list_inputs([str(tmp_path / "text.txt")]).files)

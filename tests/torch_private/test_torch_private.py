@@ -294,35 +294,36 @@ class _Product(torch.autograd.Function):
         return grads[0] @ y.T, x.T @ grads[0]
 
 
-def test_graphs_with_autograd_functions_are_traced_once_for_the_same_code_place_and_kernel(
+def _hits_and_misses(traced: str, reuse: bool) -> tuple[int, int]:
+    """Of the compiler's cache when it compiles a product, after `start_compiler`."""
+    compiler.start_compiler(traced, reuse)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    x, y = torch.randn(3, 4, requires_grad=True), torch.randn(4, 5, requires_grad=True)
+    torch.compile(lambda x, y: _Product.apply(x, y))(x, y).sum().backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, y.detach().sum(1).expand(3, 4))
+    counted = torch._dynamo.utils.counters["aot_autograd"]
+    return counted["autograd_cache_hit"], counted["autograd_cache_miss"]
+
+
+def test_graphs_with_autograd_functions_are_traced_once_for_the_same_code_settings_and_kernel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    seen = []
-    monkeypatch.setattr(torch.compiler.config, "cache_key_tag", "a user's")
     code = compiler._code
-    for place, changed, cudnn, reuse in (
-        ("tp 0", "", True, True),
-        ("tp 0", "", True, True),
-        ("tp 1", "", True, True),
-        ("tp 0", "x = 1", True, True),
-        ("tp 0", "", False, True),
-        ("tp 0", "", True, False),
-    ):
-        monkeypatch.setattr(compiler, "_code", lambda changed=changed: code() + changed)
-        monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda cudnn=cudnn: cudnn)
-        compiler.start_compiler(place, reuse)
-        torch._dynamo.reset()
-        torch._dynamo.utils.counters.clear()
-        x, y = torch.randn(3, 4, requires_grad=True), torch.randn(4, 5, requires_grad=True)
-        torch.compile(lambda x, y: _Product.apply(x, y))(x, y).sum().backward()
-        assert x.grad is not None
-        torch.testing.assert_close(x.grad, y.detach().sum(1).expand(3, 4))
-        counted = torch._dynamo.utils.counters["aot_autograd"]
-        seen.append((counted["autograd_cache_hit"], counted["autograd_cache_miss"]))
+    with torch.compiler.config.patch(cache_key_tag="a user's"):
+        assert _hits_and_misses("tp 0", reuse=True) == (0, 1)
+        assert _hits_and_misses("tp 0", reuse=True) == (1, 0)
+        assert _hits_and_misses("tp 1", reuse=True) == (0, 1)
+        assert _hits_and_misses("tp 0", reuse=False) == (0, 0)
+        with monkeypatch.context() as changed:
+            changed.setattr(compiler, "_code", lambda: code() + "x = 1")
+            assert _hits_and_misses("tp 0", reuse=True) == (0, 1)
+        with monkeypatch.context() as changed:
+            changed.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: "another kernel")
+            assert _hits_and_misses("tp 0", reuse=True) == (0, 1)
+        tag = torch.compiler.config.cache_key_tag
+        assert tag.startswith("a user's|") and "tp 1" not in tag
     torch._dynamo.reset()
-    assert seen == [(0, 1), (1, 0), (0, 1), (0, 1), (0, 1), (0, 0)]
-    assert (
-        torch.compiler.config.cache_key_tag.startswith("a user's|")
-        and "tp 1" not in torch.compiler.config.cache_key_tag
-    )
+    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = False
