@@ -235,7 +235,7 @@ def _scale_guesses(job: Job) -> Iterator[str]:
         way = f'precision.fp8_scales = "{job.precision.fp8_scales}"'
         yield f"{way}: as much slower than one scale per tensor as a 1B model on an H200; not measured otherwise"
     if job.precision.compute == "fp8" and job.precision.fp8_head:
-        seen = "a 1B model on an H200 was 1.5% faster"
+        seen = "a 1B model on an H200 was 1.5% faster; not measured otherwise"
         yield f"precision.fp8_head = true: as fast as the blocks' products, with casts by their bytes; {seen}"
     if gathers_fp8(job):
         yield "precision.fp8_gather = true: fewer bytes on the wire; widening what arrives is not timed, nor measured"
