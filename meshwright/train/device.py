@@ -4,6 +4,7 @@ import hashlib
 import os
 import platform
 import warnings
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -94,19 +95,16 @@ def _keep_compiled_code(job: Job) -> None:
     code for AVX-512, compiled again for AVX2, left every second result unwritten, without an error.
     """
     given = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    folder = Path(given) if given else cache_root(job.data.cache) / "compiled"
-    if folder.name != _kind_of_cpu():  # of a process that this one was started by
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / _kind_of_cpu())
+    folder, kind = Path(given) if given else cache_root(job.data.cache) / "compiled", _kind_of_cpu()
+    if folder.name != kind:  # it is the same where the process that started this one has chosen it
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / kind)
 
 
 def _kind_of_cpu() -> str:
     """A short hash of this CPU's architecture and instructions, as far as Linux tells them."""
     kind = [platform.machine(), torch.backends.cpu.get_cpu_capability()]
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    kind += next((line.split() for line in lines if line.startswith(("flags", "Features"))), [])
+    with suppress(OSError), Path("/proc/cpuinfo").open(encoding="utf-8") as lines:  # of the first core
+        kind += next((line.split() for line in lines if line.startswith(("flags", "Features"))), [])
     return hashlib.sha256(" ".join(kind).encode()).hexdigest()[:12]
 
 
