@@ -6,6 +6,7 @@ import gc
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from command import Cli, CommandResult
 
 # Before anything loads torch: a rank forked from a process whose OpenMP has threads waits for them for ever.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Tests have cache folders of their own, but share what is compiled.
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / "meshwright-tests-compiled"))
 gc.disable()  # until all tests are collected, see below
 
 

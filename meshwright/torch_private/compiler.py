@@ -1,6 +1,7 @@
 """The compiler: what it imports, what it needs, shapes it gets wrong. torch 2.11 to 2.15."""
 
 import hashlib
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -57,6 +58,14 @@ def _code() -> str:
     for path in sorted(Path(__file__).parents[1].rglob("*.py")):
         whole.update(path.read_bytes())
     return whole.hexdigest()
+
+
+def given_cache() -> str | None:
+    """The user's folder for compiled code; None where torch, when imported, has named its temporary one (2.13)."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    given = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    return None if given and Path(given) == Path(default_cache_dir()).absolute() else given
 
 
 def find_cpp_compiler() -> str | None:

@@ -15,6 +15,7 @@ from meshwright.hardware import Gpu, find_gpu, mfu_peak_flops
 from meshwright.job import Job
 from meshwright.model.numbers import DTYPES
 from meshwright.torch_private.arithmetic import cpu_multiplies
+from meshwright.torch_private.compiler import given_cache
 
 NEEDS_CAPABILITY = {"tf32": (8, 0), "bf16": (8, 0), "fp8": (8, 9)}
 """The NVIDIA compute capability that first supports a format in hardware: Ampere, and Ada for fp8."""
@@ -92,12 +93,21 @@ def _keep_compiled_code(job: Job) -> None:
     """Keep compiled code in a folder that later cluster jobs find too, and only on CPUs of this kind.
 
     Torch's default is a temporary folder, and torch takes what a CPU with longer vectors compiled for its own: in 2.13
-    code for AVX-512, compiled again for AVX2, left every second result unwritten, without an error.
+    code for AVX-512, compiled again for AVX2, computed NaN without an error.
     """
-    given = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    given = given_cache()
     folder, kind = Path(given) if given else cache_root(job.data.cache) / "compiled", _kind_of_cpu()
     if folder.name != kind:  # it is the same where the process that started this one has chosen it
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / kind)
+        folder /= kind
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        field = "TORCHINDUCTOR_CACHE_DIR" if given else "data.cache"
+        raise UserError(
+            f"{folder} cannot be made for compiled code ({error.strerror}); let {field} name a folder that can be "
+            "written, or set run.compile = false"
+        ) from error
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
 
 
 def _kind_of_cpu() -> str:

@@ -7,13 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
+from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.job.running import Run
 from meshwright.train import prepare_device
 
 PROGRAM = """
 import threading, torch
+from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.train import prepare_device
 if {prepared}:
@@ -45,6 +48,8 @@ def test_compiled_code_is_kept_apart_for_every_kind_of_cpu(tmp_path: Path, monke
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     here = folder()
     assert here.parent == tmp_path / "meshwright" / "compiled"
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())  # as torch 2.13 does when it is imported
+    assert folder() == here
     assert folder() == here, "a process started by this one looks where this one does"
 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "mine"))
@@ -52,3 +57,10 @@ def test_compiled_code_is_kept_apart_for_every_kind_of_cpu(tmp_path: Path, monke
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "mine"))
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "another")
     assert folder().parent == tmp_path / "mine" and folder().name != here.name
+
+
+def test_a_place_that_cannot_hold_compiled_code_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "file"))
+    with pytest.raises(UserError, match=r"file/\w+ cannot be made for compiled code \(Not a directory\); let TORCHIND"):
+        prepare_device(Job(run=Run(compile=True)), torch.device("cpu"))
