@@ -60,6 +60,7 @@ def main() -> None:
     parser.add_argument("--packages", type=Path, help="a folder with the .deb files, which are then not downloaded")
     parser.add_argument("--megabytes", type=float, default=128.0, help="of text, at most")
     asked = parser.parse_args()
+    asked.out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as temporary:
         folder = asked.packages or download(Path(temporary))
         debs = sorted(folder.glob("*.deb"))
