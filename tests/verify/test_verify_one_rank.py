@@ -2,7 +2,9 @@
 
 import json
 import math
+import multiprocessing
 import re
+from concurrent.futures import ProcessPoolExecutor
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -137,7 +139,9 @@ def test_nccl_accepts_messages_to_the_same_rank_and_refuses_what_it_cannot_reduc
         Call("messages", here * 2), Call("all_reduce", (Spec("float8_e4m3fn", (4,), True, "cuda"),), reduce="SUM")
     )
     for eager in (False, True):
-        outcome = alone(calls, "cpu:gloo,cuda:nccl", eager)
+        # Ranks are forked, which a process that has used the GPU cannot do, and tests before this one have used it.
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as fresh:
+            outcome = fresh.submit(alone, calls, "cpu:gloo,cuda:nccl", eager).result()
         assert outcome.accepted == 1 and len(outcome.refused) == 1 and "float8" in outcome.refused[0].lower()
 
 
