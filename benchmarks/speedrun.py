@@ -62,7 +62,7 @@ ABLATIONS = {
     "rotary positions": ['model.positions="learned"'],
     "swiglu": ['model.activation="gelu"', "model.ffn_width=3072"],
     "rmsnorm": ['model.norm="layernorm"'],
-    "untied head": ["model.tied=true"],
+    "a tied head": ["model.tied=false"],
     "heads of 128": ["model.heads=12", "model.kv_heads=12", "model.head_dim=64"],
 }
 TINY = Setting(2, 64, 4, 4, 128, 512, 64, 4, False, compute="fp32", compile=False, device="cpu")
