@@ -31,7 +31,8 @@ def interface_bytes():
     return int(Path("/sys/class/net/wire/statistics/tx_bytes").read_text())
 
 def sent_again():
-    names, values = (line.split() for line in Path("/proc/self/net/snmp").read_text().splitlines() if line[:4] == "Tcp:")
+    lines = Path("/proc/self/net/snmp").read_text().splitlines()
+    names, values = (line.split() for line in lines if line.startswith("Tcp:"))
     return int(values[names.index("RetransSegs")])
 
 torch.set_num_threads(1)
