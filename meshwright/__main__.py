@@ -1,17 +1,26 @@
 """The program: the installed command, and `python -m meshwright` from PYTHONPATH where nothing can be installed."""
 
 import gc
+import os
+import sys
 
 from meshwright.cli import main
+from meshwright.ranks import end_rank
 
 
 def run() -> None:
     """The command line in a process of its own."""
     gc.set_threshold(50_000)  # imports create many objects and hardly any garbage
+    code = None
     try:
         main()
+    except SystemExit as ended:
+        code = ended.code
     finally:
         gc.freeze()  # or Python would look for garbage in all of them, more than once, before it exits
+    if "RANK" in os.environ and not isinstance(code, str):
+        end_rank(code or 0)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

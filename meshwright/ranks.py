@@ -1,9 +1,14 @@
 """Which rank this process is, according to torchrun, srun or our own launcher. Imports no torch."""
 
+import atexit
 import os
 import re
+import sys
+import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any, NoReturn
 
 from meshwright.errors import UserError
 
@@ -78,3 +83,18 @@ def first_host(nodes: str) -> str:
     """The first machine of Slurm's compressed list: `gpu[07-09,12],login1` starts with gpu07."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first.group() if first else nodes)
+
+
+def end_rank(code: int) -> NoReturn:
+    """End a rank's process: all that Python does at exit, except to take its interpreter down.
+
+    While it did, one of gloo's threads could let go of the last message's tensor, ask for the interpreter's lock, and
+    abort a process whose work is done (torch 2.13 with Python 3.11; from Python 3.14 on such a thread just stops).
+    """
+    threads: Any = threading
+    threads._shutdown()  # waits for threads and pools of threads, as Python does first
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # nobody reads it any more
+            stream.flush()
+    os._exit(code)
