@@ -1,6 +1,7 @@
 """The program: the installed command, and `python -m meshwright` from PYTHONPATH where nothing can be installed."""
 
 import gc
+import multiprocessing
 import os
 import sys
 
@@ -18,8 +19,8 @@ def run() -> None:
         code = ended.code
     finally:
         gc.freeze()  # or Python would look for garbage in all of them, more than once, before it exits
-    if "RANK" in os.environ and not isinstance(code, str):
-        end_rank(code or 0)
+    if "RANK" in os.environ and multiprocessing.parent_process() is None and not isinstance(code, str):
+        end_rank(code or 0)  # a fork ends without Python's exit anyway
     sys.exit(code)
 
 
