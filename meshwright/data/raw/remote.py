@@ -16,7 +16,7 @@ PATIENCE_S = 120.0
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 5.0
 _WEB = ("http", "https")
 # The clients' own retries would only multiply with ours.
-_ONCE = {"config_kwargs": {"retries": {"max_attempts": 1}}}
+_ONCE = {"config_kwargs": {"retries": {"total_max_attempts": 1}}}
 _OPTIONS: dict[str, dict[str, Any]] = {"s3": _ONCE, "s3a": _ONCE}
 _MODULE = {"s3": "s3fs", "s3a": "s3fs", "http": "aiohttp", "https": "aiohttp"}
 
