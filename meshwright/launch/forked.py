@@ -4,6 +4,7 @@ Never for ranks on GPUs, which cannot be used in a fork of a process that has in
 """
 
 import functools
+import gc
 import multiprocessing
 import os
 import runpy
@@ -134,6 +135,7 @@ def _run(
     gate: _Gate,
 ) -> None:
     """In the fork: reset to the state of a new program, then run the module."""
+    gc.freeze()  # the launcher's garbage may belong to threads that a fork does not have
     os.setsid()
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)

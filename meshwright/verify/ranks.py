@@ -1,6 +1,7 @@
 """Ranks on this machine: forked from a process that has imported torch, so that a check costs seconds, not minutes."""
 
 import faulthandler
+import gc
 import io
 import multiprocessing
 import os
@@ -193,6 +194,7 @@ def _cause(failed: list[_Report]) -> Exception:
 def _rank_main(
     place: _Place, pipe: Connection, parents_ends: list[Connection], function: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
+    gc.freeze()  # the parent's garbage may belong to threads that a fork does not have
     for end in parents_ends:
         end.close()
     os.environ.update(RANK=str(place.rank), WORLD_SIZE=str(place.size), LOCAL_RANK=str(place.rank))
