@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from gloo_threads import collect_settled
 from torch import Tensor, nn
 
 from meshwright.errors import UserError
@@ -66,7 +67,7 @@ def bytes_a_parameter(job: Job) -> dict[str, float]:
             weights.start_micro_batch(last)
             model(tokens, tokens, 8).backward()
         weights.collect_gradients()
-        gc.collect()
+        collect_settled()
         masters = {p.untyped_storage().data_ptr() for p in weights.masters.values()}
         states = {v.untyped_storage().data_ptr(): v for s in optimizer.state.values() for v in s.values() if v.dim()}
         gradients = [p.grad for p in weights.masters.values() if p.grad is not None]

@@ -11,6 +11,7 @@ from math import prod
 
 import pytest
 import torch
+from gloo_threads import collect_settled
 
 from meshwright.data import Loader, RunningWindows, Stream
 from meshwright.job import Job
@@ -62,7 +63,7 @@ def census(job: Job) -> dict[str, int]:
     most = {"masters": sum(masters.values()), "working": 0, "gradients": 0, "states": 0}
 
     def look() -> None:
-        gc.collect()
+        collect_settled()
         states = {
             value.untyped_storage().data_ptr(): value.untyped_storage().nbytes()
             for state in optimizer.state.values()
@@ -127,7 +128,7 @@ def gradients_at_the_end_of_a_pipeline_step(job: Job) -> tuple[int, int]:
 
     def look(action: Action, started: float, ended: float, held: int) -> None:
         if held == 0:
-            gc.collect()
+            collect_settled()
             counted[0] = sum(size for size in storages(torch.float32, masters).values() if size >= 64)
 
     engine.watch(look)

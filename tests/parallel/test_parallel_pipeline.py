@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from gloo_threads import collect_settled
 
 from meshwright.data import Loader, RunningWindows, Stream
 from meshwright.errors import UserError
@@ -55,7 +56,7 @@ def watched_step(job: Job, unit_s: float) -> tuple[list[tuple[Action, float, flo
     step = next(data)
     world.barrier()
     engine.accumulate(step, 2)
-    gc.collect()
+    collect_settled()
     hidden = (job.batch.micro_batch, job.batch.sequence_length, job.model.width)
     tensors = [one for one in gc.get_objects() if isinstance(one, torch.Tensor)]
     return spans, most, sum(one.shape == hidden and one.device.type == "cpu" for one in tensors)
