@@ -1,4 +1,4 @@
-"""Which rank this process is, according to torchrun, srun or our own launcher. Imports no torch."""
+"""Which rank this process is, according to torchrun, srun or our own launcher, and how it ends. Imports no torch."""
 
 import atexit
 import os

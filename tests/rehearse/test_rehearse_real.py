@@ -39,7 +39,7 @@ def compared(job: Job, ranks: list[int], tolerance: float) -> list[Compared]:
 
 def least(one: Compared, again: Compared) -> Compared:
     pairs = zip(one.samples, again.samples, strict=True)
-    return replace(again, samples=[(own, min(real, later)) for (own, real), (_, later) in pairs])
+    return replace(one, samples=[(own, min(real, later)) for (own, real), (_, later) in pairs])
 
 
 @pytest.mark.parametrize(
