@@ -42,18 +42,23 @@ def is_first_rank() -> bool:
 
 def find_place(environment: Mapping[str, str]) -> Place | None:
     """This process's place according to torchrun's variables; None when it is alone."""
-    alone = int(environment.get("WORLD_SIZE", "1")) < 2 and "MESHWRIGHT_RUN_FOLDER" not in environment
+    alone = _number({"WORLD_SIZE": "1", **environment}, "WORLD_SIZE") < 2 and "MESHWRIGHT_RUN_FOLDER" not in environment
     if "RANK" not in environment or alone:
         return None
     if "LOCAL_RANK" not in environment:
         raise UserError("RANK and WORLD_SIZE are set but LOCAL_RANK is not; set it, or start with torchrun or srun")
-    local_size = environment.get("LOCAL_WORLD_SIZE")
     return Place(
-        rank=int(environment["RANK"]),
-        size=int(environment["WORLD_SIZE"]),
-        local_rank=int(environment["LOCAL_RANK"]),
-        local_size=None if local_size is None else int(local_size),
+        rank=_number(environment, "RANK"),
+        size=_number(environment, "WORLD_SIZE"),
+        local_rank=_number(environment, "LOCAL_RANK"),
+        local_size=_number(environment, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in environment else None,
     )
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    if not environment[name].isdecimal():
+        raise UserError(f"{name} = {environment[name]} is not a number; unset it, or start with torchrun or srun")
+    return int(environment[name])
 
 
 def slurm_variables(environment: Mapping[str, str]) -> dict[str, str]:

@@ -1,9 +1,14 @@
-"""How a rank's process ends. What place it has among the others: launch/test_launch_ranks.py."""
+"""How a rank's process ends, and what is refused as its place. What follows from it: launch/test_launch_ranks.py."""
 
 import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+
+from meshwright.errors import UserError
+from meshwright.ranks import find_place
 
 ROOT = Path(__file__).parents[1]
 # Gloo's threads let go of tensors during all of the exit: of 3,000 sums nobody waits for any.
@@ -39,3 +44,10 @@ def test_a_rank_whose_work_is_done_ends_with_its_code(tmp_path: Path) -> None:
     ]
     ended = [(rank.returncode, out) for rank in ranks for out, _ in [rank.communicate(timeout=120)]]
     assert ended == [(2, "atexit ran\n")] * 2
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"])
+def test_a_place_that_is_no_number_is_refused(name: str) -> None:
+    variables = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", name: "x"}
+    with pytest.raises(UserError, match=f"^{name} = x is not a number; "):
+        find_place(variables)
