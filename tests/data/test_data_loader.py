@@ -7,11 +7,11 @@ import os
 import re
 import shutil
 import signal
-import time
 
 import numpy as np
 import pytest
 import torch
+from waiting import SlowWorker
 
 from meshwright.data import (
     IGNORE,
@@ -26,7 +26,6 @@ from meshwright.data import (
     training_stream,
     validation_batches,
     validation_windows,
-    watch,
 )
 from meshwright.data.batch import stack_samples
 from meshwright.errors import UserError
@@ -248,21 +247,23 @@ def test_a_worker_that_never_answers_is_given_up(corpus, monkeypatch):
 
 
 class Slow(RunningWindows):
-    """Windows of which one in the second step takes its time."""
+    """Windows of which the second step's second one is late."""
+
+    worker: SlowWorker
 
     def read(self, window):
         if window == stream_of(self.store).place(5)[1]:
-            time.sleep(1.5)
+            self.worker.read()
         return super().read(window)
 
 
-def test_a_slow_worker_is_named_while_training_waits(corpus, monkeypatch):
-    monkeypatch.setattr(watch, "SLOW_S", 0.3)
-    loader = Loader(Stream([Slow(corpus.train, S, True)], 5), global_batch=4, workers=2, prefetch=1)
-    told = []
-    loader.readers.on_slow = told.append
+def test_a_slow_worker_is_named_while_training_waits(corpus, monkeypatch, tmp_path):
+    windows = Slow(corpus.train, S, True)
+    windows.worker = SlowWorker(tmp_path, monkeypatch, 0.3)
+    loader = Loader(Stream([windows], 5), global_batch=4, workers=2, prefetch=1)
+    loader.readers.on_slow = windows.worker.report
     take(loader, 4)
-    (sentence,) = told
+    [sentence] = windows.worker.sentences
     assert re.fullmatch(
         r"training has waited 0\.3 s for data worker 1 of 2 \(process \d+, reading the step of sample 4\)", sentence
     )

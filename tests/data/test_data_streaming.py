@@ -8,14 +8,14 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from data_texts import text_of
+from waiting import SlowWorker
 
-from meshwright.data import StreamLoader, WorkerDied, open_flow, watch
+from meshwright.data import StreamLoader, WorkerDied, open_flow
 from meshwright.data.raw import reading
 from meshwright.data.streaming import shard
 from meshwright.data.tokenizer import train_tokenizer
@@ -204,14 +204,14 @@ def hindered(monkeypatch):
     return hinder
 
 
-def test_a_slow_worker_is_named_while_training_waits(flow, hindered, monkeypatch) -> None:
-    monkeypatch.setattr(watch, "SLOW_S", 0.3)
-    hindered(lambda: time.sleep(1.2))
-    one, told = loader(flow, workers=2, prefetch=1), []
-    one.readers.on_slow = told.append
-    next(one), next(one)
-    one.close()
-    [sentence] = [sentence for sentence in told if "sample 24" in sentence]  # a busy machine may delay others
+def test_a_slow_worker_is_named_while_training_waits(flow, hindered, monkeypatch, tmp_path) -> None:
+    worker = SlowWorker(tmp_path, monkeypatch, 0.3)
+    hindered(worker.read)
+    steps = loader(flow, workers=2, prefetch=1)
+    steps.readers.on_slow = worker.report
+    next(steps), next(steps)
+    steps.close()
+    [sentence] = worker.sentences
     assert re.fullmatch(
         r"training has waited 0\.3 s for data worker 1 of 2 \(process \d+, reading the step of sample 24\)", sentence
     )

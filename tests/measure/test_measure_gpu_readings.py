@@ -2,12 +2,12 @@
 
 import os
 import runpy
-import time
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import wait_for_file
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks/gpu_readings.py"
 
@@ -29,12 +29,13 @@ def test_medians_are_of_the_time_in_which_the_gpu_is_busy(readings: Any) -> None
 
 def test_it_is_asked_while_something_runs(readings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\necho '1515, 3201, 698.1, 55, 100'\nexec sleep 60\n")
+    printed = tmp_path / "printed"
+    program.write_text(f"#!/bin/sh\necho '1515, 3201, 698.1, 55, 100'\n: > {printed}\nexec sleep 60\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with readings.gpu_readings() as found:
         assert found == {}
-        time.sleep(1.0)
+        wait_for_file(printed)
     assert found["clocks.sm"] == 1515.0 and found["readings"] == 1
     monkeypatch.setenv("PATH", "")
     with readings.gpu_readings() as found:

@@ -1,15 +1,15 @@
 """One device: accumulation, masks, precision, clipping and bad steps do what they say."""
 
 import re
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from waiting import SlowWorker
 
-from meshwright.data import Stream, prepare, watch
+from meshwright.data import Stream, prepare
 from meshwright.errors import UserError
 from meshwright.job import load_job
 from meshwright.model import Decoder, initialise
@@ -85,14 +85,24 @@ def test_loader_workers_do_not_change_the_run(run) -> None:
     assert run("data.workers=0")[0].column("loss") == run("data.workers=2")[0].column("loss")
 
 
-def test_a_worker_that_is_waited_for_is_an_event(run, monkeypatch) -> None:
-    read = Stream.read
-    monkeypatch.setattr(watch, "SLOW_S", 0.2)
-    monkeypatch.setattr(Stream, "read", lambda self, sample: (sample == 9 and time.sleep(0.8)) or read(self, sample))
-    memory, _, _ = run("data.workers=1", "run.steps=4")
-    # On a busy machine other waits may be that long too.
-    told = [event["waiting"] for event in memory.events if event["kind"] == "slow_data"]
-    assert any(re.search(r"for data worker 0 of 1 \(process \d+, reading the step of sample 8\)", one) for one in told)
+def test_a_worker_that_is_waited_for_is_an_event(run, monkeypatch, tmp_path) -> None:
+    worker, read, record = SlowWorker(tmp_path, monkeypatch, 0.2), Stream.read, Memory.event
+
+    def read_late(self: Stream, sample: int):
+        if sample == 9:
+            worker.read()
+        return read(self, sample)
+
+    def record_and_report(self: Memory, kind: str, **fields: Any) -> None:
+        record(self, kind, **fields)
+        if kind == "slow_data":
+            worker.report(fields["waiting"])
+
+    monkeypatch.setattr(Stream, "read", read_late)
+    monkeypatch.setattr(Memory, "event", record_and_report)
+    run("data.workers=1", "run.steps=4")
+    [sentence] = worker.sentences
+    assert re.search(r"for data worker 0 of 1 \(process \d+, reading the step of sample 8\)", sentence)
 
 
 def test_dropout_and_micro_batches_draw_the_same_masks(run) -> None:
