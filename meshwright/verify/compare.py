@@ -11,11 +11,11 @@ from torch import Tensor
 from meshwright.verify.observe import Observation, Shard
 
 Kind = Literal[
-    "loss", "norm", "evaluation", "gradient", "update", "dropped", "fused", "sum", "routing", "weight", "state", "data"
+    "loss", "norm", "evaluation", "gradient", "update", "metric", "fused", "sum", "routing", "weight", "state", "data"
 ]
 
 BOUNDS: dict[str, dict[Kind, float]] = {
-    "float64": dict.fromkeys(("loss", "norm", "evaluation", "gradient", "update", "dropped"), 1e-9),
+    "float64": dict.fromkeys(("loss", "norm", "evaluation", "gradient", "update", "metric"), 1e-9),
     # Adam's first steps are nearly the sign of the gradient, so in float32 an update shows rounding, not bugs.
     "float32": dict.fromkeys(("loss", "norm", "evaluation", "gradient"), 1e-5),
 }
@@ -55,8 +55,8 @@ class Comparison:
 def compare(
     ranks: Sequence[Observation], reference: Observation, dtype: str, zeros: Collection[str] = ()
 ) -> list[Comparison]:
-    """Every loss, norm, evaluation, share of dropped tokens, first-step gradient and update of all ranks compared with
-    the reference's, in that order.
+    """Every loss, norm, evaluation, metric, first-step gradient and update of all ranks compared with the reference's,
+    in that order.
 
     `zeros` are parameters whose gradient is mathematically zero: in float32 they hold rounding far above FLOOR, so they
     are measured against the largest gradient entry instead.
@@ -78,9 +78,9 @@ def compare(
         series_errors([rank.evaluations for rank in ranks], reference.evaluations, floor),
         bounds.get("evaluation"),
     )
-    rows += series_rows(
-        "dropped", series_errors([rank.dropped for rank in ranks], reference.dropped, floor), bounds.get("dropped")
-    )
+    for name, expected in sorted(reference.metrics.items()):
+        errors = series_errors([rank.metrics.get(name, []) for rank in ranks], expected, floor)
+        rows += series_rows("metric", errors, bounds.get("metric"), of=f"{name}, step")
     rows += _tensors("gradient", [rank.gradients for rank in ranks], gradients, floors, bounds)
     rows += _tensors("update", [rank.updates for rank in ranks], updates, floors, bounds)
     return rows
@@ -140,9 +140,9 @@ def series_errors(ranks: list[list[float]], expected: list[float], floor: float 
     return errors
 
 
-def series_rows(kind: Kind, errors: list[float], bound: float | None) -> list[Comparison]:
+def series_rows(kind: Kind, errors: list[float], bound: float | None, of: str = "") -> list[Comparison]:
     """A row for each step's or evaluation's number."""
-    of = "evaluation" if kind == "evaluation" else "step"
+    of = of or ("evaluation" if kind == "evaluation" else "step")
     return [Comparison(kind, f"{of} {number}", error, bound) for number, error in enumerate(errors, 1)]
 
 

@@ -47,7 +47,7 @@ def check_exercised(rows: list[Comparison], job: Job, zeros: Collection[str]) ->
 def check_dropping(job: Job, alone: Observation) -> list[Comparison]:
     """A row that fails if experts have a capacity and one process dropped nothing: dropping would not be checked."""
     experts = job.model.experts
-    if experts is None or experts.capacity is None or any(alone.dropped):
+    if experts is None or experts.capacity is None or any(alone.metrics["expert_dropped"]):
         return []
     note = f"no token was dropped: the check says nothing about model.experts.capacity = {experts.capacity:g}; lower it"
-    return [Comparison("dropped", "any step", 0.0, None, note)]
+    return [Comparison("metric", "expert_dropped", 0.0, None, note)]

@@ -24,6 +24,13 @@ MATRIX_SCALE = 8.0
 VECTOR_SHIFT = 0.01
 ADAPTER_SCALE = 0.1
 """Products of an adapter are then about as large as the weights they are added to."""
+METRICS = frozenset(
+    (
+        *("expert_imbalance", "expert_entropy", "idle_experts", "expert_dropped", "extra_loss"),
+        *("reward_chosen", "reward_rejected", "preference_accuracy", "val_accuracy"),
+    )
+)
+"""Numbers of a run's rows that describe the whole step, whatever the layout."""
 LOSS_SCALE = 2.0**10
 """fp16's initial loss scale: gradients of small models are large, and with the usual one the first steps overflow."""
 
@@ -51,8 +58,8 @@ class Observation:
     """Of a mixture of experts in one process: which experts every token was sent to."""
     replayed: Replayed | None = None
     """Of a mixture that was given the choices of another run."""
-    dropped: list[float] = field(default_factory=list)
-    """The share of tokens that experts dropped in each step, if they have a capacity."""
+    metrics: dict[str, list[float]] = field(default_factory=dict)
+    """Every other number that a run logs of a step or an evaluation, by its column."""
     fused: dict[str, int] = field(default_factory=dict)
     """Products that ran fused with their message on this CPU rank, by torch's name of the operation."""
 
@@ -188,8 +195,8 @@ class _Listener:
         else:
             self._seen.losses.append(row["loss"])
             self._seen.norms.append(row["grad_norm"])
-            if "expert_dropped" in row:
-                self._seen.dropped.append(row["expert_dropped"])
+        for name in METRICS & row.keys():
+            self._seen.metrics.setdefault(name, []).append(row[name])
 
     def event(self, kind: str, **fields: Any) -> None:
         """Events are not compared."""
