@@ -14,6 +14,7 @@ from meshwright.job.model import Model
 from meshwright.model import Decoder, Draws, initialise
 from meshwright.model.adapter import AdaptedLinear, is_adapter, merged
 from meshwright.model.attention import Attention
+from meshwright.model.dropout import AFTER_ATTENTION, AFTER_EMBEDDING, AFTER_FEEDFORWARD
 from meshwright.model.feedforward import FeedForward
 from meshwright.parallel.recompute import apply_recompute
 
@@ -159,3 +160,23 @@ def test_nothing_is_computed_for_what_is_not_trained() -> None:
         loss.backward()
     assert calls.seen == [(1, 1), (2, 2), (1, 1), (3, 3)] * (shape.layers - 1) + [(1, 1), (2, 2), (1, 1), (0, 3)]
     assert all((parameter.grad is not None) == is_adapter(name) for name, parameter in model.named_parameters())
+
+
+@pytest.mark.parametrize("variant", ["llama", "latent"])
+def test_no_two_dropouts_of_a_layer_share_a_mask(variant: str) -> None:
+    """Masks depend on a site's number: those of adapters differ from each other and from the model's own."""
+    model = Decoder(shaped(variant, "dropout"))
+    sites = [module.site for module in model.layers["0"].modules() if isinstance(module, AdaptedLinear)]
+    everyone = [*sites, AFTER_EMBEDDING, AFTER_ATTENTION, AFTER_FEEDFORWARD]
+    assert len(sites) >= 7 and len(set(everyone)) == len(everyone)
+
+
+def test_adapters_change_nothing_before_they_are_trained() -> None:
+    adapted, plain = Decoder(shaped("llama", "dora")), Decoder(Model(**SMALL | VARIANTS["llama"]))
+    for model in (adapted, plain):
+        initialise(model, 0)
+    tokens = torch.randint(0, 29, (B, S))
+    torch.testing.assert_close(adapted(tokens), plain(tokens))
+    for name, parameter in adapted.named_parameters():
+        if name.endswith("lora_a"):
+            assert parameter.abs().max() > 0

@@ -53,14 +53,17 @@ def test_their_codes_stand_for_what_they_say() -> None:
     assert torch.equal(theirs().weight(torch.bfloat16), THEIRS["nf4.dequantised"])
 
 
-def test_any_rows_and_blocks_are_made_from_their_own_codes() -> None:
+@pytest.mark.parametrize("first_row", [7, 14, 17])
+def test_any_rows_and_blocks_are_made_from_their_own_codes(first_row: int) -> None:
+    """256 scales, the first 16 rows, share one scale; of the rest another must be used."""
     packed = quantise(WEIGHT, "nf4")
     assert packed.absmax_OG is not None
-    whole, table = packed.weight(), tables()
+    rows = slice(first_row, first_row + 3)
     part = dequantise_nf4(
-        packed.codes[7:12, 96:192], packed.absmax_OG[7:12, 3:6], packed.scales, table, (7, 3, 16), torch.float32
-    )
-    assert torch.equal(part, whole[7:12, 192:384])
+        packed.codes[rows, 96:192], packed.absmax_OG[rows, 3:6], packed.scales, tables(), (first_row, 3, 16),
+        torch.float32,
+    )  # fmt: skip
+    assert torch.equal(part, packed.weight()[rows, 192:384])
 
 
 def test_quantising_follows_its_definition() -> None:

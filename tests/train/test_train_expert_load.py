@@ -9,7 +9,7 @@ import torch.distributed as dist
 from meshwright.job import Job
 from meshwright.model import routers
 from meshwright.parallel import World, build
-from meshwright.train import Silent, make_trainer
+from meshwright.train import LossScale, Silent, make_trainer
 from meshwright.train.expert_load import ExpertLoad, Load
 from meshwright.verify import run_ranks
 from meshwright.verify.documents import unequal_corpus
@@ -44,10 +44,12 @@ class Rows(Silent):
         self.rows.append(row)
 
 
-def trained(job: Job) -> tuple[Any, Rows]:
+def trained(job: Job, loss_scale: float = 1.0) -> tuple[Any, Rows]:
     engine, weights = build(job, ALONE, torch.float64)
     rows = Rows()
     trainer = make_trainer(job, unequal_corpus(job), engine, weights, rows, rows, ALONE)
+    if loss_scale != 1.0:
+        trainer.scaling = LossScale(loss_scale)
     trainer.run()
     return trainer, rows
 
@@ -155,6 +157,14 @@ def test_a_steps_losses_are_a_mean_over_its_sequences() -> None:
         return found
 
     torch.testing.assert_close(gradient(4), gradient(8), rtol=1e-12, atol=1e-15)
+
+
+def test_the_loss_scale_applies_to_the_losses_of_routers_too() -> None:
+    """A power of two changes no bit of a gradient that it multiplies and divides."""
+    losses = job(balance_loss=0.5, z_loss=0.1)
+    plain, scaled = (trained(losses, scale)[0].weights.masters for scale in (1.0, 1024.0))
+    for name, weight in plain.items():
+        torch.testing.assert_close(scaled[name], weight, rtol=1e-9, atol=1e-12, msg=name)
 
 
 def test_preferences_are_part_of_a_checkpoint() -> None:
