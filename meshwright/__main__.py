@@ -1,9 +1,13 @@
 """The program: the installed command, and `python -m meshwright` from PYTHONPATH where nothing can be installed."""
 
-import gc
-import multiprocessing
 import os
 import sys
+
+if __name__ == "__main__" and not sys.flags.safe_path and "PYTHONSAFEPATH" not in os.environ:
+    del sys.path[0]  # `python -m` put the working directory there; PYTHONPATH may still name it
+
+import gc
+import multiprocessing
 
 from meshwright.cli import main
 from meshwright.ranks import end_rank
@@ -12,6 +16,7 @@ from meshwright.ranks import end_rank
 def run() -> None:
     """The command line in a process of its own."""
     gc.set_threshold(50_000)  # imports create many objects and hardly any garbage
+    os.environ["PYTHONSAFEPATH"] = "1"  # for Python processes that libraries start
     code = None
     try:
         main()

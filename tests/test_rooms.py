@@ -16,6 +16,7 @@ ORDER = [
     "atomic",
     "ranks",
     "calls",
+    "python_process",
     "registries",
     "reading",
     "torch_private",

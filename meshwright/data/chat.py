@@ -5,7 +5,6 @@ import json
 import os
 import select
 import subprocess
-import sys
 import time
 import weakref
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from meshwright.data.files import read_json, read_text
 from meshwright.data.lines import LONGEST_RECORD_BYTES
 from meshwright.data.tokenizer import Spans, Tokenizer, load_tokenizer
 from meshwright.errors import UserError
+from meshwright.python_process import python_command, python_variables
 
 TEMPLATE, CONFIG = "chat_template.jinja", "tokenizer_config.json"
 SECONDS = 10.0
@@ -124,12 +124,12 @@ class _Renderer:
         """A fork may not use it: the answers would reach whoever reads first."""
         self._process = subprocess.Popen(
             # Not by its module, which would bring all of torch with it.
-            [sys.executable, "-P", str(Path(__file__).with_name("render.py"))],
+            python_command(str(Path(__file__).with_name("render.py"))),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             bufsize=0,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            env={**os.environ, **python_variables()},
         )
         self._end = weakref.finalize(self, _end, self._process, self.owner)
         told = {"memory_bytes": MEMORY_BYTES, "seconds": SECONDS, "longest": LONGEST_RECORD_BYTES, "special": special}

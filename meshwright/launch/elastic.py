@@ -5,7 +5,6 @@ import logging
 import os
 import shutil
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,6 +34,7 @@ from meshwright.launch.watchdog import Watch
 from meshwright.launch.worker import RUN_FOLDER, STOP_FILE
 from meshwright.layout import ranks_of, require_layout
 from meshwright.parallel import World
+from meshwright.python_process import python_command, python_variables
 from meshwright.runs import RunFolder
 from meshwright.runs.huggingface import fetch_unless_resumed
 from meshwright.runs.lifecycle import (
@@ -188,12 +188,12 @@ def run_agent(
         signals_to_handle=",".join(number.name for number in _AGENTS),
     )
     # The agent expands $name in the arguments.
-    words = [word.replace("$", "$$") for word in ("-m", "meshwright", *arguments)]
+    python, *words = python_command("-m", "meshwright", *(word.replace("$", "$$") for word in arguments))
     started = ranks_forked(job) if can_fork(job) else contextlib.nullcontext()
     kept = _signals_kept(path / STOP_FILE, shared=node.master is not None)
     with _agents_words_in(path / f"logs/agent{node.suffix}.log"), kept, started:
         try:
-            elastic_launch(config, sys.executable)(*words)
+            elastic_launch(config, python)(*words)
         except SignalException as error:
             raise KeyboardInterrupt from error
 
@@ -223,7 +223,7 @@ class _RankLogs(LogsSpecs):
 
     def __init__(self, path: Path, nproc: int, variables: Mapping[str, str], restart: int) -> None:
         super().__init__(log_dir=str(path / "logs"))
-        self._variables = {RUN_FOLDER: str(path), **variables}
+        self._variables = {RUN_FOLDER: str(path), **python_variables(), **variables}
         self._suffix = f".restart-{restart}" if restart else ""
         if "OMP_NUM_THREADS" not in os.environ:
             cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -96,7 +96,7 @@ class _Handler(SubprocessHandler):
     def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Any:
         sys.stdout.flush()
         sys.stderr.flush()
-        _python, _m, module, *words = args
+        module, *words = args[args.index("-m") + 1 :]
         own = {name: value for name, value in env.items() if os.environ.get(name) != value}
         given = (module, words, own, self._stdout, self._stderr, self._gate)
         process = multiprocessing.get_context("fork").Process(target=_run, args=given)

@@ -5,6 +5,7 @@ from typing import Any
 
 from meshwright.errors import UserError
 from meshwright.launch.kubernetes import Request
+from meshwright.python_process import python_command
 
 _END = "END_OF_JOB"
 _JOB = "~/.meshwright/job.toml"
@@ -41,7 +42,8 @@ def _script(request: Request) -> str:
         raise UserError(f"the job file has a line {_END}, which ends it in a task file; remove that line")
     # Without a volume relative paths begin in the home folder, which this node has for itself.
     folder = shlex.quote(request.run) if request.volume else f'"$HOME"/{shlex.quote(_below(request))}'
-    start = f"exec {shlex.quote(request.site.python or 'python')} -m meshwright train {_JOB} --resume --set run.folder="
+    python = shlex.join(python_command("-m", "meshwright", python=request.site.python or "python"))
+    start = f"exec {python} train {_JOB} --resume --set run.folder="
     words = [f"{start}{folder} --nproc {request.shape.ranks_per_node}"]
     if request.shape.nodes > 1:
         words.append('--nodes "$SKYPILOT_NUM_NODES" --node-rank "$SKYPILOT_NODE_RANK"')

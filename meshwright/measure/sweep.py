@@ -2,14 +2,15 @@
 
 import itertools
 import json
+import os
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from meshwright.errors import UserError
+from meshwright.python_process import python_command, python_variables
 
 OUT_OF_MEMORY = "ran out of memory"
 
@@ -81,8 +82,9 @@ class Sweep:
 
     def _measure(self, setting: tuple[str, ...]) -> dict[str, Any]:
         words = [word for override in (*self.overrides, *setting) for word in ("--set", override)]
-        command = [sys.executable, "-m", "meshwright", "bench", self.job, *words, *self.arguments, "--json"]
-        done = subprocess.run(command, capture_output=True, text=True)
+        command = python_command("-m", "meshwright", "bench", self.job, *words, *self.arguments, "--json")
+        variables = {**os.environ, **python_variables()}
+        done = subprocess.run(command, env=variables, capture_output=True, text=True, encoding="utf-8")
         if done.returncode == 0:
             return {"state": "measured", "result": json.loads(done.stdout)}
         why = (done.stderr.strip().splitlines() or [""])[-1].removeprefix("meshwright: ")

@@ -22,6 +22,7 @@ import torch
 from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.launch.forked import can_fork
+from meshwright.python_process import python_command, python_variables
 from meshwright.rehearse.rank import Rehearsed, Settings, rehearse_rank
 from meshwright.rehearse.result import RehearsedRank
 
@@ -90,4 +91,5 @@ def _answer_in_fork(file: str, asked: bytes) -> None:
 
 
 def _started(file: str, asked: bytes) -> int:
-    return subprocess.run([sys.executable, "-c", _PROGRAM, file], input=asked, check=False).returncode
+    variables = {**os.environ, **python_variables()}
+    return subprocess.run(python_command("-c", _PROGRAM, file), input=asked, env=variables, check=False).returncode

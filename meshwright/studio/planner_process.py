@@ -3,12 +3,12 @@
 import json
 import os
 import subprocess
-import sys
 import threading
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as TooLate
-from pathlib import Path
 from typing import Any
+
+from meshwright.python_process import python_command, python_variables
 
 _LONGEST_S = 120.0
 IDLE_S = 900.0
@@ -64,15 +64,13 @@ class PlannerProcess:
 
     def _running(self) -> "subprocess.Popen[str]":
         if self._process is None or self._process.poll() is not None:
-            package = str(Path(__file__).parents[2])
-            paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "meshwright.studio.worker"],
+                python_command("-m", "meshwright.studio.worker"),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
                 encoding="utf-8",
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
+                env={**os.environ, **python_variables(), "OMP_NUM_THREADS": "1"},
                 start_new_session=True,  # Ctrl-C is for the server, which stops it by closing its input
             )
             threading.Thread(target=self._listen, args=(self._process,), daemon=True).start()

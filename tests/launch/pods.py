@@ -54,12 +54,12 @@ class Nodes:
         self.pids: list[int] = []
 
     def start(self, words: list[str], variables: dict[str, str]) -> None:
-        """Start `python -m meshwright …`; its output goes to a file."""
-        assert words[:3] == ["python", "-m", "meshwright"]
+        """Start `python -P -m meshwright …`; its output goes to a file."""
+        assert words[:4] == ["python", "-P", "-m", "meshwright"]
         sys.stdout.flush()
         sys.stderr.flush()
         if (pid := os.fork()) == 0:
-            _become(words[2:], variables, self.folder, f"{len(self.pids)}.out")
+            _become(words[3:], variables, self.folder, f"{len(self.pids)}.out")
         self.pids.append(pid)
 
     def until(self, done: Callable[[], bool]) -> None:

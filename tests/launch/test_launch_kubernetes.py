@@ -174,7 +174,7 @@ def test_a_ray_job_s_script(site: str, tmp_path: Path, continues: bool, state: s
     script = text.replace("/mnt/meshwright/run", str(run))
     done = subprocess.run(["bash", "-c", script], env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, stdout=subprocess.DEVNULL)
     assert (done.returncode == 0) == (state == "done")
-    first, *rest = (tmp_path / "words").read_text().replace("-m meshwright ", "").splitlines()
+    first, *rest = (tmp_path / "words").read_text().replace("-P -m meshwright ", "").splitlines()
     new = f"submit /etc/meshwright/job.toml --on ray --set run.folder={run}"
     assert first == (f"submit {run} --on ray" if continues else new)
     assert rest == [f"logs {run} --follow", f"status {run}", f"status {run} --json"]

@@ -131,7 +131,7 @@ def test_the_steps_of_a_running_run_are_read_in_its_first_pod(cli, cluster: Clus
     unread = "its steps cannot be read in two-node-0-0-x (kubectl exec failed: unable to upgrade connection; fix"
     assert state_of(cli)[0] == "running" and state_of(cli)[1].startswith(unread)
     assert cli("logs", "kubernetes:two", "--rank", "1").code == 2
-    inside = ["exec", "two-node-0-0-x", "-c", "meshwright", "--", "python", "-m", "meshwright"]
+    inside = ["exec", "two-node-0-0-x", "-c", "meshwright", "--", "python", "-P", "-m", "meshwright"]
     assert cluster.calls()[-1] == [*inside, "logs", f"{tmp_path}/runs/two", "--rank", "1"]
     (cluster.folder / "fail-exec").unlink()
     assert cli("train", SMALL, "--set", "run.folder=runs/two").code == 0
@@ -151,7 +151,7 @@ def test_the_other_kinds(cli, cluster: Cluster, kind: str, file: str) -> None:
     cluster.set_pod(0, "Running", labels={"ray.io/node-type": "head"} if kind == "rayjob" else None)
     cluster.fail("exec", "error: gone")
     assert cli("cancel", "kubernetes:two", "--wait", "5").code == 0
-    saved = ["exec", "two-node-0-0-x", "-c", "meshwright", "--", "python", "-m", "meshwright", "cancel"]
+    saved = ["exec", "two-node-0-0-x", "-c", "meshwright", "--", "python", "-P", "-m", "meshwright", "cancel"]
     assert ([*saved, "/mnt/meshwright/runs/two", "--wait", "5"] in cluster.calls()) == (kind == "rayjob")
 
 

@@ -68,7 +68,7 @@ def test_the_three_forms_of_a_step(tmp_path: Path) -> None:
     assert "--ntasks-per-node=2" in ranks and "--node-rank" not in ranks and "rank-%t.out" in ranks
     assert "#SBATCH --no-requeue" in ranks and "mode=chain" in ranks
     alone = batch_script(tmp_path, "x", SITE, Shape(1, 1), request(container="image.sif"), "once")
-    assert "--node-rank" not in alone and "apptainer exec --nv image.sif python -m meshwright train" in alone
+    assert "--node-rank" not in alone and "apptainer exec --nv image.sif python -P -m meshwright train" in alone
     for script in (agent, ranks, alone):
         assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
 

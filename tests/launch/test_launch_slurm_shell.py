@@ -39,7 +39,7 @@ def test_no_string_becomes_a_command(
         script = batch_script(run, run.name, here, Shape(1, ranks), request, "requeue", overrides=overrides)
     except (UserError, ValueError):
         return
-    assert executed(script, tmp_path)[:5] == ["-m", "meshwright", "train", str(run.absolute()), "--resume"]
+    assert executed(script, tmp_path)[:6] == ["-P", "-m", "meshwright", "train", str(run.absolute()), "--resume"]
 
 
 @pytest.mark.parametrize("place", ["account", "partition", "qos", "container", "options"])

@@ -103,7 +103,7 @@ def test_a_profile_that_a_run_folder_names_writes_no_script(cli: Any, stranger: 
     refused = cli("submit", "sent", "--dry-run")
     assert refused.code == 2 and 'names cluster.name = "sent/site.toml"' in refused.err and "--trust" in refused.err
     done = cli("submit", "sent", "--dry-run", "--trust")
-    assert done.code == 0 and "sent/evil -m meshwright train" in done.out
+    assert done.code == 0 and "sent/evil -P -m meshwright train" in done.out
 
 
 def test_what_was_submitted_from_a_job_file_is_trusted_when_it_goes_on(cli: Any, tiny_job: Path) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from meshwright.launch.kubernetes.pod import JOB_FILE, PORT, Table, metadata, pod, train_command, variable
 from meshwright.launch.kubernetes.request import Request
 from meshwright.launch.signals import REQUEUE
+from meshwright.python_process import python_command
 
 KIND, FOLDER, STEPS = "meshwright/kind", "meshwright/run-folder", "meshwright/steps"
 """Annotations of the ConfigMap, by which `status` finds everything else."""
@@ -124,7 +125,7 @@ def _ray_job(request: Request) -> Table:
 
 def _ray_script(request: Request) -> str:
     """Submit the run to the Ray cluster around it, or continue it there, and wait; fails unless all steps are done."""
-    command = shlex.join([request.site.python or "python", "-m", "meshwright"])
+    command = shlex.join(python_command("-m", "meshwright", python=request.site.python or "python"))
     trust = " --trust" if request.trust else ""  # of code that the submitted job named, and now the folder names
     lines = [
         f"run={shlex.quote(request.run)}",

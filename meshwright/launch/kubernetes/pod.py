@@ -3,6 +3,7 @@
 from typing import Any
 
 from meshwright.launch.kubernetes.request import Request
+from meshwright.python_process import python_command
 
 CONTAINER = "meshwright"
 JOB_FILE = "/etc/meshwright/job.toml"
@@ -28,7 +29,8 @@ def train_command(request: Request, node_rank: str, alone: bool) -> list[str]:
 
     With `alone` the launcher for one machine is used, which restarts ranks and watches for hangs by itself.
     """
-    words = [plain(request.site.python or "python"), "-m", "meshwright", "train", JOB_FILE, "--resume"]
+    words = python_command("-m", "meshwright", python=plain(request.site.python or "python"))
+    words += ["train", JOB_FILE, "--resume"]
     words += ["--set", plain(f"run.folder={request.run}"), "--nproc", str(request.shape.ranks_per_node)]
     if alone:
         return words

@@ -12,6 +12,7 @@ from meshwright.launch.kubernetes.manifests import FOLDER, KIND, STEPS
 from meshwright.launch.kubernetes.request import KINDS, Request
 from meshwright.launch.slurm import NoAnswer, Status
 from meshwright.launch.slurm.status import Word
+from meshwright.python_process import python_command
 from meshwright.reading import printable
 
 _OBJECTS = {
@@ -177,7 +178,8 @@ def _inside(pod: dict[str, Any], *words: str) -> list[str]:
     """A command of ours, run in a pod with the Python that its ranks run with."""
     container = pod["spec"]["containers"][0]
     python = (container.get("command") or ["python"])[0]
-    return ["exec", pod["metadata"]["name"], "-c", container["name"], "--", python, "-m", "meshwright", *words]
+    command = python_command("-m", "meshwright", *words, python=python)
+    return ["exec", pod["metadata"]["name"], "-c", container["name"], "--", *command]
 
 
 def _progress(place: Place, record: _Record, pods: list[dict[str, Any]]) -> tuple[int, str]:

@@ -1,5 +1,6 @@
 """The connection to a Ray cluster; what is wrong with it becomes one sentence."""
 
+import contextlib
 import os
 import socket
 from pathlib import Path
@@ -36,11 +37,18 @@ def connect(address: str | None = None, ship: bool = False) -> Any:
     asked = address or os.environ.get("RAY_ADDRESS") or "auto"
     if asked != "auto":
         _require_answer(asked)
-    environment = {"py_modules": [str(Path(meshwright.__file__).parent)]} if ship else None
+    package = Path(meshwright.__file__).parent
+    environment = {"py_modules": [str(package)]} if ship else None
     try:
-        ray.init(
-            address=asked, namespace=NAMESPACE, runtime_env=environment, log_to_driver=False, logging_level="CRITICAL"
-        )
+        # Ray puts the working directory on the path of the processes that run our actors.
+        with contextlib.chdir(package.parent):
+            ray.init(
+                address=asked,
+                namespace=NAMESPACE,
+                runtime_env=environment,
+                log_to_driver=False,
+                logging_level="CRITICAL",
+            )
     except ConnectionError as error:
         shown = "no cluster runs on this machine" if asked == "auto" else f"--address {asked} does not answer"
         raise NoCluster(

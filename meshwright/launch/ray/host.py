@@ -4,15 +4,14 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-import meshwright
 from meshwright.launch.ray.record import FOLDER, Submission
 from meshwright.launch.ray.status import STOP_FILE
 from meshwright.launch.signals import STOP_FILE as STOP_FILE_VARIABLE
+from meshwright.python_process import python_command, python_variables
 from meshwright.version import VERSION
 
 
@@ -63,12 +62,11 @@ class Host:
             variables |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         # The supervisor has removed an earlier attempt's; one that is there now was meant for this attempt.
         variables[STOP_FILE_VARIABLE] = str(Path(asked.run) / STOP_FILE)
-        package = str(Path(meshwright.__file__).parents[1])  # Ray may have unpacked it anywhere
-        variables["PYTHONPATH"] = os.pathsep.join([package, *filter(None, [variables.get("PYTHONPATH")])])
+        variables |= python_variables()
         log = Path(asked.run) / FOLDER / f"attempt-{attempt}{f'.host-{number}' if number else ''}.out"
         with log.open("ab") as out:
             self._agent = subprocess.Popen(
-                [sys.executable, "-m", "meshwright.launch.ray.child", str(os.getpid()), *words],
+                python_command("-m", "meshwright.launch.ray.child", str(os.getpid()), *words),
                 cwd=asked.folder,
                 env=variables,
                 stdin=subprocess.DEVNULL,

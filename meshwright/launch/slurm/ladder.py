@@ -18,6 +18,7 @@ from meshwright.hardware import Site
 from meshwright.job import Job, LoadedJob, code_of, job_text
 from meshwright.launch.slurm.record import FOLDER, REHEARSE, REHEARSED, trial_verdict
 from meshwright.launch.slurm.script import Request, Shape, batch_script
+from meshwright.python_process import python_command
 from meshwright.runs import RunFolder
 
 TRIAL_STEPS = 20
@@ -88,8 +89,8 @@ class Rehearsing:
         cluster = "" if self.cluster is None else f" --cluster {shlex.quote(self.cluster)}"
         out = Path(REHEARSED).relative_to(REHEARSE)
         command = f'rehearse "$run/job.toml" --each-stage --out "$run/{out}"{cluster}'
-        python = sys.executable if site.python is None else site.python
-        judge = shlex.join([python, "-m", "meshwright.rehearse.verdict", str(self.run.absolute())])
+        run = str(self.run.absolute())
+        judge = shlex.join(python_command("-m", "meshwright.rehearse.verdict", run, python=site.python))
         trust, name = bool(code_of(self.loaded.job)), f"{self.whole.name}-rehearse"
         return batch_script(
             self.run, name, site, self.shape, asked, "once", judge=judge, trust=trust, command=command, judged=1
@@ -113,12 +114,7 @@ def make_rungs(
             tell(f"no trial on {size}: {error}")
             continue
         nodes = max(1, size // site.gpus_per_node)
-        words = [
-            sys.executable if site.python is None else site.python,
-            "-m",
-            __name__,
-            str((run / f"ladder/{size}").absolute()),
-        ]
+        words = python_command("-m", __name__, str((run / f"ladder/{size}").absolute()), python=site.python)
         words += ["--ranks", str(size), "--all", str(shape.ranks), "--steps", str(loaded.job.run.steps)]
         words += ["--before", str(rungs[-1].run.absolute())] if rungs else []
         words += ["--budget", str(budget)] if budget is not None else []

@@ -1,9 +1,7 @@
 """The batch script: what it requests from Slurm, how the ranks start, and what a job does at its time limit."""
 
-import os
 import re
 import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -14,6 +12,7 @@ from meshwright.errors import UserError
 from meshwright.hardware import Site
 from meshwright.job.sanitize import odd_character
 from meshwright.launch.slurm.record import FOLDER
+from meshwright.python_process import python_command, python_path
 from meshwright.version import VERSION
 
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
@@ -202,7 +201,7 @@ def _cpus(site: Site, shape: Shape, request: Request) -> str:
 def _surroundings(site: Site) -> list[str]:
     lines = [f"module load {shlex.quote(module)}" for module in site.modules]
     lines += [f"export {name}={shlex.quote(value)}" for name, value in site.environment.items()]
-    path = os.environ.get("PYTHONPATH")
+    path = python_path()
     return lines + ([f"export PYTHONPATH={shlex.quote(path)}"] if path else [])
 
 
@@ -210,9 +209,10 @@ def _start(
     site: Site, shape: Shape, request: Request, command: str, overrides: Sequence[str], trust: bool
 ) -> list[str]:
     """The shell function that runs the step, in one of three forms: one rank, an agent per node, a task per rank."""
-    python = f"{shlex.quote(site.python or sys.executable)} -m meshwright"
+    python = shlex.join(python_command("-m", "meshwright", python=site.python))
     if request.container is not None:
-        python = f"{site.container_command} {shlex.quote(request.container)} python -m meshwright"
+        inside = shlex.join(python_command("-m", "meshwright", python="python"))
+        python = f"{site.container_command} {shlex.quote(request.container)} {inside}"
     # From 22.05 on, srun no longer inherits a job's --cpus-per-task; repeat it.
     srun = ["srun", "--wait=120", _cpus(site, shape, request) if site.cpus_per_gpu is not None else "--cpu-bind=none"]
     changes = "".join(f" --set {shlex.quote(override)}" for override in overrides)
