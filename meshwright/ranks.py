@@ -12,6 +12,8 @@ from typing import Any, NoReturn
 
 from meshwright.errors import UserError
 
+_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_REMEDY = "unset it, or start with torchrun or srun"
 _FIRST_PORT, _PORTS = 15_000, 16_000  # below the range of ephemeral ports
 
 
@@ -42,22 +44,38 @@ def is_first_rank() -> bool:
 
 def find_place(environment: Mapping[str, str]) -> Place | None:
     """This process's place according to torchrun's variables; None when it is alone."""
-    alone = _number({"WORLD_SIZE": "1", **environment}, "WORLD_SIZE") < 2 and "MESHWRIGHT_RUN_FOLDER" not in environment
-    if "RANK" not in environment or alone:
+    numbers = {name: _number(environment, name) for name in _VARIABLES if name in environment}
+    if not numbers:
         return None
-    if "LOCAL_RANK" not in environment:
+    for name in ("RANK", "WORLD_SIZE"):
+        if name not in numbers:
+            raise UserError(f"{next(iter(numbers))} is set but {name} is not; {_REMEDY}")
+    place = Place(numbers["RANK"], numbers["WORLD_SIZE"], numbers.get("LOCAL_RANK", 0), numbers.get("LOCAL_WORLD_SIZE"))
+    if place.rank >= place.size:
+        raise UserError(f"RANK = {place.rank} is not below WORLD_SIZE = {place.size}; {_REMEDY}")
+    if place.size < 2 and "MESHWRIGHT_RUN_FOLDER" not in environment:
+        return None
+    if "LOCAL_RANK" not in numbers:
         raise UserError("RANK and WORLD_SIZE are set but LOCAL_RANK is not; set it, or start with torchrun or srun")
-    return Place(
-        rank=_number(environment, "RANK"),
-        size=_number(environment, "WORLD_SIZE"),
-        local_rank=_number(environment, "LOCAL_RANK"),
-        local_size=_number(environment, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in environment else None,
-    )
+    limit = "WORLD_SIZE" if place.local_size is None else "LOCAL_WORLD_SIZE"
+    if place.local_rank >= numbers[limit]:
+        raise UserError(f"LOCAL_RANK = {place.local_rank} is not below {limit} = {numbers[limit]}; {_REMEDY}")
+    return place
+
+
+def require_master(environment: Mapping[str, str]) -> None:
+    """Refuse a missing or impossible address of the ranks' rendezvous."""
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if not environment.get(name):
+            raise UserError(f"RANK and WORLD_SIZE are set but {name} is not; set it, or start with torchrun or srun")
+    if not 0 < _number(environment, "MASTER_PORT") < 2**16:
+        port = environment["MASTER_PORT"]
+        raise UserError(f"MASTER_PORT = {port} is not a port; set a free one from 1 to 65535, the same for every rank")
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:
-    if not environment[name].isdecimal():
-        raise UserError(f"{name} = {environment[name]} is not a number; unset it, or start with torchrun or srun")
+    if not re.fullmatch("[0-9]{1,9}", environment[name]):
+        raise UserError(f"{name} = {environment[name][:40]} is not a number from 0 on; {_REMEDY}")
     return int(environment[name])
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.errors import UserError
-from meshwright.ranks import find_place
+from meshwright.ranks import find_place, require_master
 
 ROOT = Path(__file__).parents[1]
 # Gloo's threads let go of tensors during all of the exit: of 3,000 sums nobody waits for any.
@@ -46,8 +46,38 @@ def test_a_rank_whose_work_is_done_ends_with_its_code(tmp_path: Path) -> None:
     assert ended == [(2, "atexit ran\n")] * 2
 
 
-@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"])
-def test_a_place_that_is_no_number_is_refused(name: str) -> None:
-    variables = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", name: "x"}
-    with pytest.raises(UserError, match=f"^{name} = x is not a number; "):
+VARIABLES = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+
+
+@pytest.mark.parametrize("name", VARIABLES)
+@pytest.mark.parametrize("value", ["x", "-1", "", "1.5", "9" * 5000])
+def test_a_place_that_is_no_number_is_refused(name: str, value: str) -> None:
+    with pytest.raises(UserError, match=f"^{name} = {value[:40]} is not a number from 0 on; unset it"):
+        find_place({**VARIABLES, name: value})
+
+
+@pytest.mark.parametrize(
+    ("changes", "refusal"),
+    [
+        ({"RANK": "2"}, "RANK = 2 is not below WORLD_SIZE = 2;"),
+        ({"WORLD_SIZE": "0"}, "RANK = 0 is not below WORLD_SIZE = 0;"),
+        ({"RANK": "1", "WORLD_SIZE": "1"}, "RANK = 1 is not below WORLD_SIZE = 1;"),
+        ({"LOCAL_RANK": "2"}, "LOCAL_RANK = 2 is not below LOCAL_WORLD_SIZE = 2;"),
+        ({"LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": None}, "LOCAL_RANK = 2 is not below WORLD_SIZE = 2;"),
+        ({"RANK": None}, "WORLD_SIZE is set but RANK is not;"),
+        ({"WORLD_SIZE": None}, "RANK is set but WORLD_SIZE is not;"),
+        (dict.fromkeys(("WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")), "RANK is set but WORLD_SIZE is not;"),
+    ],
+)
+def test_a_contradictory_place_is_refused(changes: dict[str, str | None], refusal: str) -> None:
+    variables = {name: value for name, value in {**VARIABLES, **changes}.items() if value is not None}
+    with pytest.raises(UserError, match=f"^{refusal}"):
         find_place(variables)
+
+
+@pytest.mark.parametrize("port", ["0", "99999", "-1", "http", "", None])
+def test_an_impossible_rendezvous_is_refused(port: str | None) -> None:
+    variables = {"MASTER_ADDR": "host"} | ({} if port is None else {"MASTER_PORT": port})
+    with pytest.raises(UserError, match="MASTER_PORT"):
+        require_master(variables)
+    require_master({"MASTER_ADDR": "host", "MASTER_PORT": "65535"})

@@ -27,6 +27,11 @@ def with_own_device(job: Job, place: Place) -> Job:
     count = torch.cuda.device_count()
     if job.run.device not in ("auto", "cuda") or not count:
         return job
+    if place.local_rank >= count > 1:
+        raise UserError(
+            f"LOCAL_RANK = {place.local_rank} has no GPU of its own on this machine, which has {count}; start at most "
+            f'{count} ranks here or set run.device = "cpu"'
+        )
     # A scheduler that binds tasks to GPUs shows each task only its own.
     own = f"cuda:{0 if count == 1 else place.local_rank}"
     return job.model_copy(update={"run": job.run.model_copy(update={"device": own})})

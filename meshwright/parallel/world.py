@@ -1,5 +1,6 @@
 """This process's rank among its peers, and the one mesh they form."""
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -9,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.job import Job
 from meshwright.layout import axes, require_layout
-from meshwright.ranks import ALONE, own_place
+from meshwright.ranks import ALONE, own_place, require_master
 
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """All ranks' tensors in one: torch 2.13 renames it and warns about the old name."""
@@ -116,6 +117,7 @@ def join_world(job: Job, device: torch.device) -> World:
     if size == 1:
         return World(device)
     if not dist.is_initialized():
+        require_master(os.environ)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, rank=rank, world_size=size)
     layout = job.layout

@@ -76,6 +76,8 @@ def test_every_rank_gets_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
         require_devices(job, 3)
     require_devices(load_job("demo", ["run.device=cpu"]).job, 3)
     assert with_own_device(job, Place(1, 2, 1, 2)).run.device == "cuda:1"
+    with pytest.raises(UserError, match="LOCAL_RANK = 2 has no GPU of its own on this machine, which has 2;"):
+        with_own_device(job, Place(2, 4, 2, None))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert with_own_device(job, Place(3, 4, 3, None)).run.device == "cuda:0", "bound by the scheduler"
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
