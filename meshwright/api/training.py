@@ -37,6 +37,7 @@ def train(
 
     from meshwright.ranks import own_place
     from meshwright.runs.callbacks import Callbacks
+    from meshwright.runs.output import lasting_streams
 
     given, console = loaded(job), Console(stderr=True, quiet=quiet)
     listening = Callbacks(_as_callbacks(callbacks))
@@ -52,12 +53,14 @@ def train(
     if nproc > 1 or supervised:  # somebody must outlive the process that trains
         from meshwright.api.launching import launch_ranks
 
-        folder = launch_ranks(given, nproc, console, listening, write_report, resume=resume, trace=trace)
+        with lasting_streams():
+            folder = launch_ranks(given, nproc, console, listening, write_report, resume=resume, trace=trace)
     else:
         from meshwright.launch.worker import run_job
 
         console.quiet = quiet or (place is not None and place.rank > 0)
-        finished = run_job(given, console, place, write_report, resume, callbacks=listening, trace=steps)
+        with lasting_streams():
+            finished = run_job(given, console, place, write_report, resume, callbacks=listening, trace=steps)
         folder = finished.folder
     run = Run(folder)
     if place is None or place.rank == 0:

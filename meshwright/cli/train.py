@@ -85,25 +85,31 @@ def train(
     from meshwright.cli.output import rank_failures_told, stderr_console, stdout_console
     from meshwright.errors import UserError
     from meshwright.ranks import own_place
+    from meshwright.runs.output import lasting_streams
 
     asked = _Asked(job, overrides, resume, trust, trace, nvtx)
     console = stderr_console() if as_json else stdout_console()
     console.quiet = quiet
-    if master is not None:
-        _as_node(asked, nproc, (node_rank, nodes, master), console)
-        return
-    if nodes > 1:
-        raise UserError(f"--nodes {nodes} needs --master HOST:PORT, the rendezvous address; give it on every machine")
-    place = own_place()
-    if place is not None:
-        if nproc is not None:
-            raise UserError(f"--nproc {nproc} would start ranks inside rank {place.rank} of {place.size}; leave it out")
-        with rank_failures_told():
-            _as_rank(asked, place, console, as_json)
-    elif nproc is not None and nproc > 1:
-        _with_ranks(asked, nproc, console, as_json)
-    else:
-        _alone(asked, console, as_json)
+    with lasting_streams():
+        if master is not None:
+            _as_node(asked, nproc, (node_rank, nodes, master), console)
+            return
+        if nodes > 1:
+            raise UserError(
+                f"--nodes {nodes} needs --master HOST:PORT, the rendezvous address; give it on every machine"
+            )
+        place = own_place()
+        if place is not None:
+            if nproc is not None:
+                raise UserError(
+                    f"--nproc {nproc} would start ranks inside rank {place.rank} of {place.size}; leave it out"
+                )
+            with rank_failures_told():
+                _as_rank(asked, place, console, as_json)
+        elif nproc is not None and nproc > 1:
+            _with_ranks(asked, nproc, console, as_json)
+        else:
+            _alone(asked, console, as_json)
 
 
 def _alone(asked: _Asked, console: "Console", as_json: bool) -> None:

@@ -48,6 +48,7 @@ from meshwright.runs.lifecycle import (
     wait_until_written,
 )
 from meshwright.runs.outbox import disk_errors
+from meshwright.runs.output import log_lost_output
 from meshwright.runs.resume import require_resumable
 from meshwright.train import require_enough_text
 
@@ -86,6 +87,7 @@ def launch(
     logs = folder.path / "logs"
     with disk_errors(path):
         logs.mkdir(exist_ok=True)
+    log_lost_output(folder, "launcher")
     for left in [*logs.glob("*.error.json"), folder.path / STOP_FILE]:  # left by an attempt that was killed
         left.unlink(missing_ok=True)
     console.print(f"starting {nproc} rank{'s' if nproc > 1 else ''}", highlight=False)
@@ -200,7 +202,7 @@ def run_agent(
 
 def _end(folder: RunFolder, error: BaseException, on_end: OnEnd, *, new: bool) -> None:
     """Close the record of a run whose ranks failed; a new run rejected before it began leaves nothing behind."""
-    if new and isinstance(error, UserError) and not folder.events():
+    if new and isinstance(error, UserError) and not folder.events("start"):
         folder.close()
         shutil.rmtree(folder.path)
         return

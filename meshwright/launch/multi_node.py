@@ -22,6 +22,7 @@ from meshwright.runs import RunFolder
 from meshwright.runs.huggingface import fetch_unless_resumed
 from meshwright.runs.lifecycle import OnEnd, create_folder, made_for_backup, record_failure, require_room, run_path
 from meshwright.runs.outbox import disk_errors
+from meshwright.runs.output import log_lost_output
 
 _POLL_S = 0.2
 
@@ -39,6 +40,7 @@ def launch_node(
     fetch_unless_resumed(loaded.job, folder.path)  # once on every machine, before its ranks start
     logs = folder.path / "logs"
     logs.mkdir(exist_ok=True)
+    log_lost_output(folder, f"launcher{node.suffix}")
     before = _newest_attempt(folder)
     try:
         run_agent(loaded.job, folder.path, nproc, arguments, node)

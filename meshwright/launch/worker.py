@@ -42,6 +42,7 @@ from meshwright.runs.lifecycle import (
     require_room,
     run_path,
 )
+from meshwright.runs.output import log_lost_output
 from meshwright.runs.rank_zero import SharedRefusal, from_rank_zero, on_rank_zero
 from meshwright.runs.resume import Found, begin, find_checkpoint, require_same_run
 from meshwright.runs.rewinds import Rewinds
@@ -110,6 +111,8 @@ def run_job(
         corpus, folder, start = _open(loaded, job, world, console, launched_in, resume or _restarts(place) > 0)
         start = replace(start, activity=activity, dtype=dtype)
         life.found(start.lease.run)
+        if folder is not None:
+            log_lost_output(folder, "rank-0")
         rewinds = Rewinds(folder, job, world, console)
         try:
             with _stop(launched_in) as asked:
