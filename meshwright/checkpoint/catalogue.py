@@ -20,8 +20,9 @@ def checkpoint_path(run: Path, step: int) -> Path:
 def checkpoints(run: Path) -> Iterator[Checkpoint | Damaged]:
     """A run's checkpoints, newest first; in place of an incomplete or foreign one, what is wrong with it."""
     root = Path(run) / "checkpoints"
-    paths = sorted(root.glob("step-*"), reverse=True) if root.is_dir() else []
-    for path in paths:
+    paths = list(root.glob("step-*")) if root.is_dir() else []
+    # From step 100,000,000 on a name has more digits.
+    for path in sorted(paths, key=lambda path: (len(path.name), path.name), reverse=True):
         try:
             yield Checkpoint.open(path)
         except Damaged as damage:

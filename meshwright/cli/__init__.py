@@ -29,7 +29,7 @@ from meshwright.cli import (
     verify,
 )
 from meshwright.cli.os_errors import refusals_of_the_system, require_text
-from meshwright.errors import UserError
+from meshwright.errors import UserError, print_error
 from meshwright.ranks import is_first_rank
 from meshwright.version import VERSION
 
@@ -90,7 +90,7 @@ def _options(
         from meshwright.hardware.torch_versions import untested
 
         if note := untested(version("torch")):
-            print(f"meshwright: {note}", file=sys.stderr)
+            print_error(note)
 
 
 def _show_warning(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
@@ -100,7 +100,7 @@ def _show_warning(message: Warning | str, category: type[Warning], *place: Any, 
     if not issubclass(category, JobWarning):
         _SHOW_WARNING(message, category, *place, **more)
     elif is_first_rank():
-        print(f"meshwright: warning: {message}", file=sys.stderr)
+        print_error(f"warning: {message}")
 
 
 _SHOW_WARNING = warnings.showwarning
@@ -118,18 +118,15 @@ def main() -> None:
     except UserError as error:
         if debug:
             raise
-        print(f"meshwright: {error}", file=sys.stderr)
+        print_error(error)
         sys.exit(2)
     except KeyboardInterrupt:
         if debug:
             raise
-        print("meshwright: interrupted", file=sys.stderr)
+        print_error("interrupted")
         sys.exit(130)
     except Exception as error:
         if debug:
             raise
-        print(
-            f"meshwright: internal error, {type(error).__name__}: {error}; run again with --debug and report it",
-            file=sys.stderr,
-        )
+        print_error(f"internal error, {type(error).__name__}: {error}; run again with --debug and report it")
         sys.exit(1)

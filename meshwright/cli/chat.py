@@ -11,7 +11,7 @@ import typer
 from meshwright.cli.amounts import token_option
 from meshwright.cli.generate import AUDIO, DEVICE, IMAGE, SEED, TEMPERATURE, TOP_P, VIDEO
 from meshwright.cli.job import JSON
-from meshwright.errors import UserError
+from meshwright.errors import UserError, print_error
 
 if TYPE_CHECKING:
     from meshwright.runs.chat import Chat
@@ -74,7 +74,7 @@ def _talk(chat: "Chat", source: Path) -> None:
         except UserError as error:  # of this question: another may be asked
             if not terminal:
                 raise
-            print(f"meshwright: {error}", file=sys.stderr)
+            print_error(error)
 
 
 def _questions(terminal: bool) -> Iterator[str]:

@@ -10,6 +10,8 @@ from typing import Any
 import typer
 from rich.console import Console
 
+from meshwright.errors import CONTROL_CHARACTERS, UserError, print_error
+
 
 def stdout_console() -> Console:
     """Console for results."""
@@ -31,22 +33,18 @@ def rank_failures_told() -> Iterator[None]:
     except RankFailure as failure:
         if "--debug" in sys.argv:
             print(failure.rank_traceback, file=sys.stderr)
-        print(f"meshwright: {failure}", file=sys.stderr)
+        print_error(failure)
         raise typer.Exit(1) from None
 
 
 def require_new(path: Path | None, option: str, force: bool) -> None:
     """Refuse to overwrite the file that an option names, before any work is done for it."""
-    from meshwright.errors import UserError
-
     if path is not None and path.is_file() and not force:
         raise UserError(f"{option} = {path} exists; add --force to overwrite it, or name another file")
 
 
 def write_file(path: Path, text: str, option: str) -> None:
     """Write the file that an option names; if that fails, raise an error of one sentence."""
-    from meshwright.errors import UserError
-
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -62,10 +60,7 @@ def print_written(text: str, end: str = "\n") -> None:
 
 def harmless(text: str) -> str:
     """A text from elsewhere for standard output: on a terminal without the control characters that could command it."""
-    return text.translate(_CONTROL) if sys.stdout.isatty() else text
-
-
-_CONTROL = {code: "\ufffd" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
+    return text.translate(CONTROL_CHARACTERS) if sys.stdout.isatty() else text
 
 
 def print_json(value: Any) -> None:

@@ -33,6 +33,7 @@ def rehearse(
     """Run one rank of a job's world here, with the other ranks' messages replaced: memory, compute and messages."""
     from meshwright.cli.output import print_json, stderr_console
     from meshwright.cli.rehearse_text import rehearsal_text
+    from meshwright.errors import print_error
     from meshwright.job import load_job
     from meshwright.rehearse.folder import require_free, save_rehearsal
 
@@ -51,7 +52,7 @@ def rehearse(
     except RehearsalFailed as failure:
         if "--debug" in sys.argv:
             print(failure.traceback, file=sys.stderr)
-        print(f"meshwright: {failure}", file=sys.stderr)
+        print_error(failure)
         raise typer.Exit(1) from None
     if out is not None:
         save_rehearsal(out, loaded, found, sys.argv)

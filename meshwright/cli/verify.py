@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -129,13 +128,14 @@ def _chosen(lines: list[Line], only: str | None) -> list[Line]:
 def _job(loaded: LoadedJob, steps: int, dtype: str, device: str, record: bool, strict: bool, as_json: bool) -> bool:
     from meshwright.api import verify as verified
     from meshwright.cli.output import print_json, stderr_console, stdout_console
+    from meshwright.errors import print_error
     from meshwright.verify import RankError
 
     with stderr_console().status(f"one process and the layout's ranks, {steps} steps in {dtype}"):
         try:
             report = verified(loaded, steps=steps, dtype=dtype, device=device, collectives=record)
         except RankError as error:
-            print(f"meshwright: {error}", file=sys.stderr)
+            print_error(error)
             return False
     verdict, hiding = report.verdict, report.not_checked
     if as_json:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING
 
 from meshwright.cli.verify_verdict import as_row, print_verdict, say
@@ -18,6 +17,7 @@ def verify_run(loaded: LoadedJob, steps: int, dtype: str, device: str, strict: b
     """Run a shrunken job through `train` and print the comparison; return whether it is equal."""
     from meshwright.api import verify as verified
     from meshwright.cli.output import print_json, stderr_console, stdout_console
+    from meshwright.errors import print_error
     from meshwright.layout import ranks_of
     from meshwright.verify import RankError
 
@@ -25,7 +25,7 @@ def verify_run(loaded: LoadedJob, steps: int, dtype: str, device: str, strict: b
         try:
             report = verified(loaded, steps=steps, dtype=dtype, device=device, run=True)
         except RankError as error:
-            print(f"meshwright: {error}", file=sys.stderr)
+            print_error(error)
             return False
     verdict, legs, hiding = report.verdict, report.legs, report.not_checked
     first = verdict.first_wrong

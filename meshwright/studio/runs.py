@@ -290,6 +290,7 @@ class Runs:
 
     def _samples(self, name: str) -> list[dict[str, Any]]:
         files = [file for file in names_inside(self.root, name, "samples") if file.startswith("step-")]
+        files.sort(key=lambda file: (len(file), file))  # from step 100,000,000 on a name has more digits
         latest = [
             {"name": file.removesuffix(".txt"), "text": self._text(name, "samples", file)} for file in files[-12:]
         ]

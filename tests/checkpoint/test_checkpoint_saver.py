@@ -263,6 +263,13 @@ def test_what_is_kept(tmp_path: Path) -> None:
     assert surplus(tmp_path, 1, None, damaged=True) == [checkpoint_path(tmp_path, 7)]
 
 
+def test_a_step_of_nine_digits_is_newer_than_one_of_eight(tmp_path: Path) -> None:
+    for step in (99_999_998, 99_999_999, 100_000_000, 100_000_001):
+        save_model(tmp_path, step, tiny(step), keep_last=2)
+    assert newest(tmp_path).facts.step == 100_000_001
+    assert [found.facts.step for found in checkpoints(tmp_path)] == [100_000_001, 100_000_000]
+
+
 def test_a_step_saved_again_takes_the_place_of_the_damaged_one(tmp_path: Path) -> None:
     path = save_model(tmp_path, 1, tiny(1))
     (path / "model.safetensors").unlink()

@@ -161,3 +161,16 @@ def broken(cli, monkeypatch, error: OSError) -> str:
 
     monkeypatch.setattr(slurm, "status_of", fail)
     return cli("status", "a").err
+
+
+def test_a_stranger_s_key_does_not_command_the_terminal(cli, tmp_path: Path) -> None:
+    (tmp_path / "keys.toml").write_text('[model]\n"\\u001b[31mred\\u0007" = 1\n["\\u009b2Jx"]\ny = 1\n')
+    result = cli("job", "explain", "keys.toml")
+    assert result.code == 2 and "\N{REPLACEMENT CHARACTER}[31mred\N{REPLACEMENT CHARACTER} is not a known" in result.err
+    assert not {"\x1b", "\x07", "\x9b"} & set(result.err)
+
+
+def test_an_error_that_cannot_be_printed_keeps_its_exit_code(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "meshwright", "job", "explain", "nowhere.toml"]
+    with Path("/dev/full").open("w") as full:
+        assert subprocess.run(command, cwd=tmp_path, stderr=full).returncode == 2

@@ -190,7 +190,8 @@ class _Growth:
         and a machine that comes and goes costs at most one restart per checkpoint."""
         if self._full or not self._larger():
             return
-        newest = max((path.name for path in (self._run / "checkpoints").glob("step-*")), default="")
+        names = (path.name for path in (self._run / "checkpoints").glob("step-*"))
+        newest = max(names, key=lambda name: (len(name), name), default="")
         if self._saved is None:
             self._saved = newest
         elif newest != self._saved and not (self._run / STOP_FILE).exists():
