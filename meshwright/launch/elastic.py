@@ -7,7 +7,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType, MappingProxyType
 
@@ -31,7 +31,7 @@ from meshwright.launch.rank_failure import RankFailure
 from meshwright.launch.restarts import Restarts, cause_of, last_step
 from meshwright.launch.signals import STOPS
 from meshwright.launch.watchdog import Watch
-from meshwright.launch.worker import RUN_FOLDER, STOP_FILE
+from meshwright.launch.worker import LAUNCHER, RUN_FOLDER, STOP_FILE
 from meshwright.layout import ranks_of, require_layout
 from meshwright.parallel import World
 from meshwright.python_process import python_command, python_variables
@@ -213,11 +213,17 @@ def _end(folder: RunFolder, error: BaseException, on_end: OnEnd, *, new: bool) -
 
 def _tidy(logs: Path) -> None:
     (logs.parent / STOP_FILE).unlink(missing_ok=True)
-    for log in logs.iterdir():
-        if not log.stat().st_size:
-            log.unlink()
-    if not any(logs.iterdir()):
+    remove_empty(logs.glob("*"))
+    with contextlib.suppress(OSError):  # it is not empty, or gone
         logs.rmdir()
+
+
+def remove_empty(logs: Iterable[Path]) -> None:
+    """Remove empty logs; another launcher of the run may do so at the same moment."""
+    for log in logs:
+        with contextlib.suppress(FileNotFoundError):
+            if not log.stat().st_size:
+                log.unlink()
 
 
 class _RankLogs(LogsSpecs):
@@ -225,7 +231,7 @@ class _RankLogs(LogsSpecs):
 
     def __init__(self, path: Path, nproc: int, variables: Mapping[str, str], restart: int) -> None:
         super().__init__(log_dir=str(path / "logs"))
-        self._variables = {RUN_FOLDER: str(path), **python_variables(), **variables}
+        self._variables = {RUN_FOLDER: str(path), LAUNCHER: str(os.getpid()), **python_variables(), **variables}
         self._suffix = f".restart-{restart}" if restart else ""
         if "OMP_NUM_THREADS" not in os.environ:
             cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

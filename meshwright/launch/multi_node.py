@@ -12,7 +12,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from meshwright.errors import UserError
 from meshwright.job import LoadedJob
 from meshwright.launch.devices import require_devices
-from meshwright.launch.elastic import ended_by, run_agent
+from meshwright.launch.elastic import ended_by, remove_empty, run_agent
 from meshwright.launch.failures import NoMeetingPoint
 from meshwright.launch.nodes import MEETING_S, Node
 from meshwright.launch.signals import STOP_FILE as STOP_FILE_VARIABLE
@@ -54,9 +54,7 @@ def launch_node(
         raise NoMeetingPoint(f"--master {node.master}", error) from None
     finally:
         for rank in range(node.rank * nproc, (node.rank + 1) * nproc):
-            for log in logs.glob(f"rank-{rank}.*"):
-                if not log.stat().st_size:
-                    log.unlink()
+            remove_empty(logs.glob(f"rank-{rank}.*"))
     return folder
 
 

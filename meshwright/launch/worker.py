@@ -4,6 +4,7 @@ import contextlib
 import faulthandler
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -18,7 +19,8 @@ from meshwright.data import Corpus
 from meshwright.errors import UserError
 from meshwright.job import Job, LoadedJob
 from meshwright.launch.devices import with_own_device
-from meshwright.launch.failures import NoMeetingPoint, table_errors_explained
+from meshwright.launch.failures import NoMeetingPoint, leave, table_errors_explained, write_failure
+from meshwright.launch.rank_failure import RankFailure
 from meshwright.launch.signals import stop_on_signal
 from meshwright.launch.watchdog import signs_of_life
 from meshwright.layout import ranks_of, require_layout
@@ -63,10 +65,13 @@ from meshwright.train import (
 
 RUN_FOLDER = "MESHWRIGHT_RUN_FOLDER"
 """Set for ranks that our own launcher started: the run folder it created for them."""
+LAUNCHER = "MESHWRIGHT_LAUNCHER"
+"""Set for them, too: the launcher's process id."""
 STOP_FILE = "logs/stop"
 """In that folder: contains a signal's name once the launcher was asked to stop."""
 
 
+_LOOK_S = 1.0
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 """Set by torch's agents: how often they have restarted these ranks."""
 
@@ -105,7 +110,8 @@ def run_job(
         if trace is not None and trace.nvtx:
             require_nvtx(device)
         activity.at("connecting to the other ranks")
-        world = _met(job, device) if place else World(device)
+        with _launcher_needed(launched_in):
+            world = _met(job, device) if place else World(device)
         life.met()
         activity.at("preparing data and looking for a checkpoint")
         corpus, folder, start = _open(loaded, job, world, console, launched_in, resume or _restarts(place) > 0)
@@ -144,6 +150,34 @@ def run_job(
     if place and dist.is_initialized():
         dist.destroy_process_group()
     return Finished(start.lease.run, outcome, stop.signal)
+
+
+@contextlib.contextmanager
+def _launcher_needed(launched_in: str | None) -> Iterator[None]:
+    """While inside, this rank ends if its launcher has: it would wait for half an hour for peers that never start."""
+    if launched_in is None:
+        yield
+        return
+    is_connected = threading.Event()
+
+    def watch() -> None:
+        while not is_connected.wait(_LOOK_S):
+            if _launcher_is_gone():
+                write_failure(RankFailure("the launcher ended before this rank was connected", None, ""))
+                leave(1)
+
+    watcher = threading.Thread(target=watch, name="launcher", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        is_connected.set()
+        watcher.join()
+
+
+def _launcher_is_gone() -> bool:
+    parent = str(os.getppid())
+    return os.environ.get(LAUNCHER, parent) != parent
 
 
 def _met(job: Job, device: torch.device) -> World:
@@ -243,11 +277,11 @@ class _LauncherStop:
 
     def __init__(self, file: Path) -> None:
         self.signal: str | None = None
-        self._file, self._launcher = file, os.getppid()
+        self._file = file
 
     def __call__(self) -> bool:
         if self.signal is None:
-            if os.getppid() != self._launcher:
+            if _launcher_is_gone():
                 self.signal = "launcher died"
             else:
                 with contextlib.suppress(OSError):  # missing, or the disk does not respond

@@ -1,16 +1,24 @@
 """CPU ranks forked from their launcher."""
 
+import json
 import os
 import runpy
+import select
+import shutil
+import socket
 import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from meshwright.job import Job
-from meshwright.launch.elastic import run_under_agent
+from meshwright.job import Job, load_job
+from meshwright.launch.elastic import launch, run_under_agent
+from meshwright.launch.worker import LAUNCHER, RUN_FOLDER, run_job
+from meshwright.ranks import Place
 
 RANKS = 3
+SMALL = str(Path(__file__).parents[1] / "small.toml")
 
 
 def test_no_rank_begins_before_all_are_forked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,3 +40,37 @@ def test_no_rank_begins_before_all_are_forked(tmp_path: Path, monkeypatch: pytes
     assert len(forked) == RANKS
     began = [float((tmp_path / f"began-{rank}").read_text()) for rank in range(RANKS)]
     assert min(began) > max(forked)
+
+
+def test_a_rank_whose_launcher_died_before_it_connected_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = load_job(SMALL, ["layout.dp_replicate=2"])
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        free = str(server.getsockname()[1])  # nobody will listen there
+    place = Place(1, 2, 1, 2)
+    variables = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv(RUN_FOLDER, str(tmp_path / "run"))
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    reader, writer = os.pipe()  # its end is read once no process holds the other end
+    if (launcher := os.fork()) == 0:
+        os.environ[LAUNCHER] = str(os.getpid())
+        if os.fork() == 0:
+            run_job(loaded, Console(quiet=True), place)
+        os._exit(0)
+    os.close(writer)
+    os.waitpid(launcher, 0)
+    assert select.select([reader], [], [], 120)[0], "the rank still waits"
+    os.close(reader)
+    assert "the launcher ended before this rank was connected" in (tmp_path / "error.json").read_text()
+
+
+def test_a_launcher_whose_logs_another_one_removed_ends_normally(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two launchers of a run may end at the same moment, and both remove what is empty."""
+    run = tmp_path / "run"
+    loaded = load_job(SMALL, ["layout.dp_replicate=2", f"run.folder={json.dumps(str(run))}"])
+    monkeypatch.setattr("meshwright.launch.elastic.run_agent", lambda *_, **__: shutil.rmtree(run / "logs"))
+    assert launch(loaded, 2, ["train"], Console(quiet=True)).path == run
+    assert not (run / "logs").exists()
