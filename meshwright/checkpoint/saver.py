@@ -16,14 +16,15 @@ from queue import SimpleQueue
 from typing import Any
 
 from meshwright.atomic import sync
-from meshwright.checkpoint.backup import back_up, prune_backups
+from meshwright.checkpoint.backup_thread import BackupThread
 from meshwright.checkpoint.catalogue import bring_into_sight, checkpoint_path, remove, surplus
 from meshwright.checkpoint.interval import Interval
 from meshwright.checkpoint.lease import Lease
 from meshwright.checkpoint.records import Facts, Part, State
 from meshwright.checkpoint.retries import tries
-from meshwright.checkpoint.shares import Incomplete, seal, write_share
+from meshwright.checkpoint.shares import seal, write_share
 from meshwright.checkpoint.staging import Allocate, Staging
+from meshwright.checkpoint.store import sentence_of
 from meshwright.errors import UserError
 from meshwright.job import Job
 
@@ -63,11 +64,12 @@ class Saver:
         sums: Callable[[Sequence[float]], list[float]] = list,
         saved_step: int | None = None,
         flush: Callable[[], object] = lambda: None,
-        alive: Callable[[], None] = lambda: None,
+        alive: Callable[[str], None] = lambda phase: None,
     ) -> None:
         """`event` and `message` report how a save ended, `sums` adds up numbers over all ranks; `saved_step` is the
         step the run was resumed from. `flush` writes the rows of the steps so far to disk, which must be there
-        before the checkpoint that follows them; `alive` is called while the last save waits for disk space."""
+        before the checkpoint that follows them; `alive` is called with the phase while the last save waits for disk
+        space or for the backup."""
         self._job, self._settings, self._lease = job, job.checkpoint, lease
         self._event, self._message = event, message
         self._rank, self._ranks, self._sums = rank, ranks, sums
@@ -77,9 +79,13 @@ class Saver:
         self._interval = Interval(self._settings, None if mtbf_hours is None else 3600.0 * mtbf_hours)
         self._save: _Save | None = None
         self._thread: threading.Thread | None = None
-        self._aftercare: threading.Thread | None = None
+        self._backup: BackupThread | None = None
+        if rank == 0 and self._settings.backup_to is not None:
+            self._backup = BackupThread(self._settings, self._event_later, self._message_later)
+        self.backup_missing: str | None = None
+        """After `finish`, on rank 0: why the last checkpoint has no backup; None if it has one, or needs none."""
         self._reports: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        """Reports of the writing thread, for the training thread to print."""
+        """Reports of other threads, for the training thread to print."""
         self._due = False
         self._good_step = saved_step
         self._failure: str | None = None
@@ -114,18 +120,18 @@ class Saver:
         self._prepared, self._due = True, False
 
     def finish(self, step: int, capture: Callable[[], State]) -> Path:
-        """Save the last state unless that was done, and wait until it is safe; if the disk is full, wait for space."""
+        """Save the last state unless that was done, and wait until it is safe; if the disk is full, wait for space.
+        All ranks call this together."""
         self._wait()
         lacking = self._lacks(step)
-        for _ in tries(self._alive):
+        for _ in tries(lambda: self._alive("waiting for disk space")):
             if lacking:
                 self._begin(capture)
                 self._wait()
                 lacking = self._lacks(step)
             if not lacking:  # asked before the next try, which would first pause
                 break
-        if self._aftercare is not None:
-            self._aftercare.join()
+        self._finish_backup()
         self._tell()
         if lacking:
             raise UserError(
@@ -137,6 +143,8 @@ class Saver:
     def settle(self) -> None:
         """Wait for a save in progress; all ranks call this together."""
         self._wait()
+        if self._backup is not None:
+            self._backup.stop()
 
     def abandon(self) -> None:
         """After training failed: wait for a save in progress if it needs no other rank."""
@@ -147,6 +155,25 @@ class Saver:
         """Whether a step's checkpoint is missing, as rank 0 sees it."""
         [lacking] = self._sums([float(self._rank == 0 and self._good_step != step)])
         return lacking > 0
+
+    def _finish_backup(self) -> None:
+        """Wait, within a limit, until the last checkpoint is copied.
+
+        All ranks take part in every moment of the wait: a watchdog takes a rank that waits in one sum for a hang.
+        """
+        if self._settings.backup_to is None:
+            return
+        backup = None if self._good_step is None else self._backup
+        if backup is not None:
+            backup.begin_last(checkpoint_path(self._lease.run, self._good_step or 0))
+        waiting = 1.0
+        while waiting:
+            [waiting] = self._sums([float(backup is not None and backup.waits())])
+            self._alive("waiting for the backup")
+            self._tell()
+        if backup is not None:
+            self.backup_missing = backup.missing()
+            self._prune(self._good_step or 0)
 
     def _begin(self, capture: Callable[[], State]) -> None:
         asked = time.perf_counter()
@@ -177,7 +204,7 @@ class Saver:
             save.write_s = time.perf_counter() - began
             save.written = True
         except Exception as error:  # whatever it is, training continues
-            report = _sentence(error)
+            report = sentence_of(error)
             with suppress(OSError):
                 for file in save.folder.glob("*" if self._ranks == 1 else f"*-rank{self._rank:05d}*"):
                     file.unlink()  # space for what the run writes meanwhile
@@ -216,7 +243,7 @@ class Saver:
             bring_into_sight(save.folder, final)
         except Exception as error:
             shutil.rmtree(save.folder, ignore_errors=True)
-            self._failed(save, _sentence(error))
+            self._failed(save, sentence_of(error))
             return
         self._good_step = save.step
         total_s = time.perf_counter() - save.began
@@ -225,51 +252,27 @@ class Saver:
         seconds = {"pause_s": save.pause_s, "waited_s": save.waited_s, "write_s": save.write_s, "total_s": total_s}
         fields = {"bytes": size, **{name: round(value, 6) for name, value in seconds.items()}}
         place = str(final.relative_to(self._lease.run))
-        self._reports.put(lambda: self._event("checkpoint", step=save.step, path=place, **fields))
-        if self._settings.backup_to is None:
-            self._prune(save)
-        else:  # a store may be slow, and the next save must not wait for it
-            before, target = self._aftercare, self._settings.backup_to
-            self._aftercare = _started(self._back_up, save, final, target, before)
+        if self._backup is not None:
+            self._backup.offer(final)
+        self._event_later("checkpoint", step=save.step, path=place, **fields)
+        self._prune(save.step)
 
-    def _prune(self, save: _Save) -> None:
+    def _prune(self, step: int) -> None:
+        """Remove old checkpoints, except those that are being copied."""
+        in_use = set() if self._backup is None else self._backup.in_use()
         try:
-            remove(surplus(self._lease.run, self._settings.keep_last, self._settings.keep_every))
+            old = surplus(self._lease.run, self._settings.keep_last, self._settings.keep_every)
+            remove(path for path in old if path not in in_use)
         except (OSError, UserError) as error:
-            text = f"step {save.step}: checkpoint saved, but an old one could not be removed ({_sentence(error)})"
-            self._reports.put(lambda: self._message(text))
-
-    def _back_up(self, save: _Save, final: Path, target: str, before: threading.Thread | None) -> None:
-        """In its own thread: copy, then remove old ones, all of which have been copied by then."""
-        if before is not None:
-            before.join()
-        began = time.perf_counter()
-        try:
-            place = back_up(final, target)
-        except Exception as error:  # every store raises its own errors
-            report = _sentence(error)
-            text = f"warning: step {save.step}: checkpoint saved, but not copied to {target} ({report})"
-            self._reports.put(lambda: self._event("backup_failed", step=save.step, error=report))
-            self._reports.put(lambda: self._message(text))
-        else:
-            seconds = round(time.perf_counter() - began, 6)
-            self._reports.put(lambda: self._event("backup", step=save.step, place=place, seconds=seconds))
-            self._prune_backups(save, target)
-        self._prune(save)
-
-    def _prune_backups(self, save: _Save, target: str) -> None:
-        try:
-            prune_backups(self._lease.run, target, self._settings.keep_last, self._settings.keep_every)
-        except Exception as error:  # every store raises its own errors
-            text = f"step {save.step}: checkpoint copied, but an old copy could not be removed ({_sentence(error)})"
-            self._reports.put(lambda: self._message(text))
+            reason = sentence_of(error)
+            self._message_later(f"step {step}: checkpoint saved, but an old one could not be removed ({reason})")
 
     def _failed(self, save: _Save, error: str) -> None:
         self._failure = error
         kept = "none is complete yet" if self._good_step is None else f"the last complete one is step {self._good_step}"
         text = f"warning: the checkpoint of step {save.step} failed ({error}); training continues, {kept}"
-        self._reports.put(lambda: self._event("checkpoint_failed", step=save.step, error=error))
-        self._reports.put(lambda: self._message(text))
+        self._event_later("checkpoint_failed", step=save.step, error=error)
+        self._message_later(text)
 
     def _wait(self) -> None:
         """Wait until this rank, and during a save every rank, has nothing left to do."""
@@ -283,6 +286,12 @@ class Saver:
 
     def _run(self, work: Callable[..., None], *arguments: Any) -> None:
         self._thread = _started(work, *arguments)
+
+    def _event_later(self, kind: str, **fields: Any) -> None:
+        self._reports.put(lambda: self._event(kind, **fields))
+
+    def _message_later(self, text: str) -> None:
+        self._reports.put(lambda: self._message(text))
 
     def _tell(self) -> None:
         while not self._reports.empty():
@@ -300,9 +309,3 @@ def _require_space(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise OSError(errno.ENOSPC, f"the disk has {free / 1e6:,.1f} MB free but this needs {needed / 1e6:,.1f} MB")
-
-
-def _sentence(error: Exception) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror}{f': {error.filename}' if error.filename else ''}"
-    return str(error) if isinstance(error, UserError | Incomplete) else f"{type(error).__name__}: {error}"

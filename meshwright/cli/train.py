@@ -224,6 +224,7 @@ def _show(finished: "Finished", job: "Job", console: "Console", as_json: bool) -
         + (f" · validation loss {first}" if first else "")
         + (f" · {outcome.tokens_per_s:,.0f} tokens/s" if outcome.tokens_per_s else "")
         + f"\nreport   {report}"
+        + (f"\nbackup   none: {outcome.backup_missing}" if outcome.backup_missing else "")
         + (f"\ntraces   {traces[0].parent}, for {VIEWERS}" if traces else "")
         + (f"\ncontinue {command}" if (command := _next(finished, job)) else ""),
         markup=False,

@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import quote
 
 from meshwright.reading import Unfit, read_text
-from meshwright.runs import NOTES, Metrics, RunFolder
+from meshwright.runs import NOTES, Metrics, RunFolder, state_of
 from meshwright.runs.rehearsed import is_rehearsal
 from meshwright.runs.traces import VIEWERS, traces_of
 from meshwright.studio.chart import Series, line_chart
@@ -45,6 +45,7 @@ def write_report(run: Path, out: Path | None = None) -> Path:
         [
             headline(name, _state(folder, metrics), folder.job(), metrics, events, folder.environment()),
             *(f'<p class="note alarm">{escape(report)}.</p>' for report in unread),
+            _missing_backup(folder.job(), events),
             _notes(folder.path / NOTES),
             _charts(metrics),
             memory_chart(memory),
@@ -68,6 +69,19 @@ def _state(folder: RunFolder, metrics: Metrics) -> str:
     step_s = next((row["step_s"] for row in reversed(metrics.rows) if "step_s" in row), None)
     silent_s = max(0.0, time.time() - (folder.path / "metrics.jsonl").stat().st_mtime)
     return heard(folder.state(), silent_s, step_s)
+
+
+def _missing_backup(job: dict[str, Any], events: list[dict[str, Any]]) -> str:
+    """A note if the run has ended and its last checkpoint was not copied to checkpoint.backup_to."""
+    target = job.get("checkpoint", {}).get("backup_to")
+    last = {event["kind"]: event for event in events}
+    saved, copied = (last.get(kind, {}).get("step") for kind in ("checkpoint", "backup"))
+    if not target or saved is None or saved == copied or state_of(events) == "running":
+        return ""
+    reason = last.get("backup_missing", last.get("backup_failed", {})).get("error", "it ended before the copy did")
+    newest = "there is none" if copied is None else f"the newest there is of step {copied}"
+    text = f"The last checkpoint, of step {saved}, has no backup in {target} ({reason}); {newest}."
+    return f'<p class="note alarm">{escape(text)}</p>'
 
 
 def _charts(metrics: Metrics) -> str:

@@ -23,6 +23,8 @@ class Outcome:
     sample: str | None = None
     uncompiled: str | None = None
     """Says that no block was compiled although all should be, and why; None if any was."""
+    backup_missing: str | None = None
+    """Says that the last checkpoint has no backup, and why; None if it has one, or if the job wants none."""
 
 
 @dataclass(frozen=True)

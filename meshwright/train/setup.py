@@ -59,7 +59,7 @@ def set_up_trainer(
         sums=world.sum_over_world,
         saved_step=start.step,
         flush=recorder.flush,
-        alive=lambda: start.activity.at("waiting for disk space"),
+        alive=start.activity.at,
     )
     if first and job.prefers:
         trainer.refer_to(kept or _find_references(job, corpus, engine, world, start, recorder, progress))

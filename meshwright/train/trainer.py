@@ -218,6 +218,7 @@ class Trainer:
         self.meter.end(self.outcome, watched=self._memory_curve is not None)
         if self.saver is not None:
             self.saver.finish(self.outcome.step, self.capture)
+            self.outcome.backup_missing = self.saver.backup_missing
 
     def _next(self, data: Iterator[Step]) -> tuple[Step, float]:
         """The next step's data, and how long we waited for it."""

@@ -100,9 +100,7 @@ def test_a_store_that_fails_half_way_is_asked_again_within_bounds(tmp_path: Path
     """Of what was half written nothing counts as complete, and the run goes on."""
     from fsspec.implementations.memory import MemoryFileSystem
 
-    from meshwright.checkpoint import backup
-
-    monkeypatch.setattr(backup, "PATIENCE_S", 3.0 if failures == 3 else 0.3)
+    monkeypatch.setattr("meshwright.checkpoint.store.PATIENCE_S", 3.0 if failures == 3 else 0.3)
     put, get, left = MemoryFileSystem.put_file, MemoryFileSystem.get_file, [failures]
 
     def torn_put(self, source, place, **more):

@@ -156,8 +156,8 @@ def test_the_last_checkpoint_waits_for_room(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr("meshwright.checkpoint.retries.WAITS_S", (0.05, 0.05))
     beats, usage = [], SimpleNamespace(free=10)
 
-    def alive() -> None:
-        beats.append(1)
+    def alive(phase: str) -> None:
+        beats.append(phase)
         usage.free = 10**12
 
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
@@ -289,7 +289,7 @@ def test_a_backup_is_a_checkpoint_elsewhere_and_its_failure_harms_nothing(tmp_pa
     shutil.rmtree(store)
     store.write_text("a file is in the way")
     saver.finish(3, lambda: state_of(tiny(3), 3))
-    assert told.events[-1]["kind"] == "backup_failed" and "not copied to" in told.messages[-1]
+    assert told.events[-1]["kind"] == "backup_missing" and "step-00000003, has no backup in" in told.messages[-1]
     assert newest(run).facts.step == 3
 
 

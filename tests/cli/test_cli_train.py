@@ -68,7 +68,7 @@ def test_json_output_holds_its_keys(cli, tiny_job: Path) -> None:
     assert result.code == 0, result.err
     assert set(json.loads(result.out)) == {
         "folder", "report", "reason", "step", "loss", "first_val_loss", "val_loss", "tokens", "tokens_per_s", "mfu",
-        "peak_memory_bytes", "steady_memory_bytes", "sample", "uncompiled",
+        "peak_memory_bytes", "steady_memory_bytes", "sample", "uncompiled", "backup_missing",
     }  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """A run whose checkpoints are lost or damaged goes on from their copies, to the bit."""
 
+import errno
 import json
 import os
 import shutil
@@ -68,6 +69,26 @@ def test_a_sound_checkpoint_in_the_folder_is_preferred_and_needs_no_backup() -> 
     shutil.rmtree("store")
     train("run.steps=7", resume=True)
     assert events("restored") == [] and [one.step for one in backups(Path("run"), "store")] == [7]
+
+
+def test_a_finished_run_without_a_backup_says_so_and_a_resume_copies_it(cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(self, *_, **__):
+        raise PermissionError(errno.EACCES, "no longer allowed", "store")
+
+    store = f"memory://missing-{os.getpid()}"
+    words = [word for each in (*SETTINGS, "run.steps=2", f"checkpoint.backup_to={store}") for word in ("--set", each)]
+    with monkeypatch.context() as patched:
+        patched.setattr("fsspec.implementations.memory.MemoryFileSystem.put_file", forbidden)
+        told = cli("train", "job.toml", "--set", "run.folder=run", *words)
+    assert told.code == 0 and "finished at step 2" in told.out
+    assert f"backup   none: the last checkpoint, step-00000002, has no backup in {store}" in told.out
+    [missing] = events("backup_missing")
+    assert (missing["step"], missing["store"], missing["error"]) == (2, store, "no longer allowed: store")
+    note = f'<p class="note alarm">The last checkpoint, of step 2, has no backup in {store} (no longer allowed'
+    assert note in Path("run/report.html").read_text()
+    told = cli("train", "run", "--resume")
+    assert [one.step for one in backups(Path("run"), store)] == [2] and "has no backup" not in told.out
+    assert note not in Path("run/report.html").read_text()
 
 
 def test_a_new_run_does_not_mix_with_the_copies_of_another() -> None:
