@@ -10,6 +10,7 @@ from attacks.full_disk import FULL_DISK
 from attacks.hugging_face import HUGGING_FACE
 from attacks.job_files import JOB_FILES
 from attacks.kills import KILLS
+from attacks.media_files import MEDIA_FILES
 from attacks.prepared_data import PREPARED_DATA
 from attacks.rehearsals_given import REHEARSALS
 from attacks.requests import SERVER_REQUESTS
@@ -27,6 +28,7 @@ FAMILIES: list[Family] = [
     CHAT_TEMPLATES,
     TOKENIZERS,
     DOCUMENTS,
+    MEDIA_FILES,
     RUN_FILES,
     REHEARSALS,
     CHECKPOINT_FILES,

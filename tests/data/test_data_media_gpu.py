@@ -129,7 +129,7 @@ def test_films_share_a_decoder_and_one_that_is_damaged_does_not_spoil_the_next(t
     field = {"kind": "video", "size": 16, "tokens": 1, "frames": 2}
     data = Data(sources=("none",), fields={"video": field}, decode="gpu", damaged="blank")
     raws = [film(range(number, number + 6)) for number in range(3)]
-    raws.insert(1, raws[0][:200])
+    raws.insert(1, raws[0][: raws[0].index(b"\x1f\x43\xb6\x75") + 12])  # its header alone
     items = tuple(EncodedItem(row, 0, 0, raw, 0, 2, None, 0, f"film {row}") for row, raw in enumerate(raws))
     waiting = EncodedMedia(ItemPlan((3, 16, 16), 1, 2), torch.zeros(4, 2, 1, dtype=torch.int64), items)
     media, lost = GpuDecoder(data, torch.device("cpu")).decode(waiting)
@@ -137,6 +137,20 @@ def test_films_share_a_decoder_and_one_that_is_damaged_does_not_spoil_the_next(t
     for row in (0, 2, 3):
         there = frames_of(raws[row], data.fields["video"], Chance(None))
         assert np.abs((media.items_BK[row].numpy() * 0.5 + 0.5) * 255 - there).mean() < 3
+
+
+def test_nvdec_is_given_no_other_format(tmp_path, monkeypatch):
+    """Its demuxer would read the files of a list, or wait on a port."""
+    monkeypatch.setitem(sys.modules, "PyNvVideoCodec", PyAvCodec)
+    monkeypatch.setattr(PyAvCodec, "made", [])
+    (tmp_path / "private.mkv").write_bytes(film(range(4)))
+    raw = f"ffconcat version 1.0\nfile {tmp_path}/private.mkv\n".encode()
+    data = Data(sources=("none",), fields={"video": {"kind": "video", "size": 16, "tokens": 1}}, decode="gpu")
+    items = (EncodedItem(0, 0, 0, raw, 0, 2, None, 0, "film 0"),)
+    waiting = EncodedMedia(ItemPlan((3, 16, 16), 1, 2), torch.zeros(1, 2, 1, dtype=torch.int64), items)
+    with pytest.raises(UserError, match=r"film 0 cannot be decoded \(is no film in a known format; those are AAC"):
+        GpuDecoder(data, torch.device("cpu")).decode(waiting)
+    assert PyAvCodec.made == []
 
 
 def test_a_step_is_decoded_while_the_one_before_it_trains(tmp_path):

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from meshwright.errors import UserError
 
 NO_BYTES, UNKNOWN, DAMAGED, TOO_LARGE = "of no bytes", "of unknown content", "damaged", "too large"
+TOO_SLOW = "too slow to decode"
 
 
 class Damaged(Exception):

@@ -1,6 +1,5 @@
 """Film out of bytes: frames at equal distances, each cut and resized as soon as it is decoded."""
 
-import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -8,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from meshwright.data.media.chance import Chance
-from meshwright.data.media.damage import DAMAGED, NO_BYTES, TOO_LARGE, UNKNOWN, Damaged, decoding
+from meshwright.data.media.container import frames_in, open_container, packets_of
+from meshwright.data.media.damage import DAMAGED, TOO_LARGE, UNKNOWN, Damaged
 from meshwright.data.media.pictures import Pixels, resized
-from meshwright.data.raw.extras import need
 from meshwright.job.fields import MediaField
 
 
@@ -42,7 +41,7 @@ def sampled(container: Any, stream: Any, raw: bytes, wanted: int) -> Iterator[An
     """The frames taken of an opened film, repeated where it has too few."""
     numbers = sampled_numbers(stream.frames or _counted(raw), wanted)
     place, last = 0, None
-    for frame_number, frame in enumerate(container.decode(stream)):
+    for frame_number, frame in enumerate(frames_in(container, stream, raw)):
         last = frame
         while place < wanted and numbers[place] <= frame_number:
             yield frame
@@ -59,26 +58,20 @@ def sampled(container: Any, stream: Any, raw: bytes, wanted: int) -> Iterator[An
 @contextmanager
 def opened(raw: bytes, field: MediaField) -> Iterator[tuple[Any, Any]]:
     """The film in bytes and its first stream of pictures."""
-    if not raw:
-        raise Damaged(NO_BYTES, "has no bytes")
-    av = need("av", "a film")
-    with decoding():
-        try:
-            container = av.open(io.BytesIO(raw))
-        except av.error.InvalidDataError:
-            raise Damaged(UNKNOWN, "is no film in a known format") from None
-        with container:
-            if not container.streams.video:
-                raise Damaged(UNKNOWN, "holds no pictures")
-            stream = container.streams.video[0]
-            stream.thread_type = "NONE"  # the data workers are the threads
-            width, height = stream.codec_context.width, stream.codec_context.height
-            if width * height > field.max_pixels:
-                raise Damaged(TOO_LARGE, f"has {width} × {height} pixels, more than max_pixels = {field.max_pixels}")
-            yield container, stream
+    with open_container(raw, "film") as container:
+        if not container.streams.video:
+            raise Damaged(UNKNOWN, "holds no pictures")
+        stream = container.streams.video[0]
+        width, height = stream.codec_context.width, stream.codec_context.height
+        if width * height > field.max_pixels:
+            raise Damaged(TOO_LARGE, f"has {width} × {height} pixels, more than max_pixels = {field.max_pixels}")
+        # A frame may be larger than the header says.
+        stream.codec_context.options = {"max_pixels": str(field.max_pixels)}
+        yield container, stream
 
 
 def _counted(raw: bytes) -> int:
     """Frames of a film whose header does not say: one for each packet."""
-    with need("av", "a film").open(io.BytesIO(raw)) as container:
-        return sum(1 for packet in container.demux(video=0) if packet.size) or 1
+    with open_container(raw, "film") as container:
+        packets = packets_of(container, container.streams.video[0], raw)
+        return sum(1 for packet in packets if packet.size) or 1

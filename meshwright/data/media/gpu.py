@@ -18,6 +18,7 @@ from meshwright.data.media.carried import EncodedItem, EncodedMedia
 from meshwright.data.media.chance import Chance
 from meshwright.data.media.dali import MODULE, Dali, Part, takes
 from meshwright.data.media.damage import Damaged, decoding
+from meshwright.data.media.film import check_film
 from meshwright.data.media.items import ItemMaker
 from meshwright.data.media.nvdec import ENGINES, Nvdec
 from meshwright.data.media.pictures import Cut, cut_of, open_picture, turn_of, upright_size
@@ -177,6 +178,8 @@ class GpuDecoder:
         if self._nvdec is None:
             return self._on_cpu(item)
         field, key = self._fields[item.field], Chance(item.key, item.number).draw_key()
+        # NVDEC's own demuxer takes any format, and whatever it refers to; only films of ours may reach it.
+        check_film(item.raw, field, decode=False)
 
         def made(frame_CHW: Tensor) -> Tensor:
             height, width = frame_CHW.shape[-2:]

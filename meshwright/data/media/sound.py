@@ -1,6 +1,5 @@
 """Sound out of bytes: resampled, cut into windows, each as log-mel features in the form that Whisper takes."""
 
-import io
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
@@ -9,11 +8,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from meshwright.data.media.damage import DAMAGED, NO_BYTES, UNKNOWN, Damaged, decoding
+from meshwright.data.media.container import frames_in, open_container
+from meshwright.data.media.damage import DAMAGED, UNKNOWN, Damaged
 from meshwright.data.raw.extras import need
 from meshwright.job.fields import MediaField
 
 Floats = NDArray[np.float32]
+_LOWEST_RATE = 1000
+"""Samples a second, which no sound has less of: a header of 1 would make sixteen thousand of each one."""
 
 
 def count_windows(raw: bytes, field: MediaField) -> int:
@@ -58,29 +60,23 @@ def _window_samples(field: MediaField) -> int:
 
 def _decoded(raw: bytes, field: MediaField) -> Iterator[Floats]:
     """The sound as one channel at the field's rate, a little at a time, up to what its windows hold."""
-    if not raw:
-        raise Damaged(NO_BYTES, "has no bytes")
-    av = need("av", "sound")
     most = field.windows * _window_samples(field)
-    with decoding():
-        try:
-            container = av.open(io.BytesIO(raw))
-        except av.error.InvalidDataError:
-            raise Damaged(UNKNOWN, "is no sound in a known format") from None
-        with container:
-            if not container.streams.audio:
-                raise Damaged(UNKNOWN, "holds no sound")
-            resampler = av.AudioResampler(format="flt", layout="mono", rate=field.rate)
-            for frame in _frames(container, resampler):
-                part = frame.to_ndarray()[0]
-                yield part[:most]
-                most -= len(part)
-                if most <= 0:
-                    return
+    with open_container(raw, "sound") as container:
+        if not container.streams.audio:
+            raise Damaged(UNKNOWN, "holds no sound")
+        resampler = need("av", "sound").AudioResampler(format="flt", layout="mono", rate=field.rate)
+        for frame in _resampled(frames_in(container, container.streams.audio[0], raw), resampler):
+            part = frame.to_ndarray()[0]
+            yield part[:most]
+            most -= len(part)
+            if most <= 0:
+                return
 
 
-def _frames(container: Any, resampler: Any) -> Iterator[Any]:
-    for frame in container.decode(audio=0):
+def _resampled(frames: Iterator[Any], resampler: Any) -> Iterator[Any]:
+    for frame in frames:
+        if frame.sample_rate < _LOWEST_RATE:
+            raise Damaged(DAMAGED, f"has {frame.sample_rate} samples a second, fewer than {_LOWEST_RATE}")
         yield from resampler.resample(frame)
     yield from resampler.resample(None)
 
