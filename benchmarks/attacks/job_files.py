@@ -89,7 +89,9 @@ def draw(chance: random.Random) -> Iterator[Case]:
                 partial(_read, reader, _toml(table).encode("utf-8", "surrogatepass")),
             )
         elif kind == 3:
-            yield Case(f"{number} {name}: damaged", partial(_read, reader, damaged(texts[name].encode(), chance)))
+            long = chance.random() < 0.3
+            content = _long_keys(chance) if long else damaged(texts[name].encode(), chance)
+            yield Case(f"{number} {name}: {'long keys' if long else 'damaged'}", partial(_read, reader, content))
         elif kind == 4:
             table = copy.deepcopy(whole)
             done = [mutate(table, chance) for _ in range(chance.choice([1, 2]))]
@@ -154,6 +156,17 @@ def _overrides(job: dict[str, Any], chance: random.Random) -> list[str]:
         text = value if isinstance(value, str) and chance.random() < 0.5 else _value(value)
         words += ["--set", f"{section}.{field}{chance.choice(['', '', '', '.x', '.', '..y'])}={text}"]
     return words
+
+
+def _long_keys(chance: random.Random) -> bytes:
+    """Keys and headers of many names, some deep and some often, which a parser may take the square of."""
+    names = chance.choice([1, 2, 15, 17, 1000, 50_000])
+    key = chance.choice([".", " . ", ".\t"]).join([chance.choice(["a", "'a'", '"a"', "é", '"\\""'])] * names)
+    line = chance.choice(["{} = 1", "[{}]", "[[{}]]", "x{} = 1", "x = {{{} = 1}}", "[b{}]"])
+    lines = [
+        line.format(f"{number}.{key}" if "b" in line or "x" in line else key) for number in range(200_000 // len(key))
+    ]
+    return "\n".join(lines)[: chance.choice([100_000, 250_000, 3_000_000])].encode()
 
 
 def _read(reader: tuple[str, ...], content: bytes, folder: Path) -> None:

@@ -1,6 +1,7 @@
 """Read small text files written by people, settings rather than data, with a size limit."""
 
 import json
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,16 @@ from meshwright.errors import UserError
 
 _LARGEST = 4 << 20
 """Bytes; settings files are far smaller, and anything larger is some other file."""
+_LARGEST_TOML = 256 << 10
+"""Characters. tomllib takes seconds and hundreds of MiB for a MiB of short headers."""
+_DEEPEST_KEY = 16
+"""Names in a dotted key or a table's header, whose square tomllib takes in time and memory."""
+_STRING_OR_COMMENT = re.compile(
+    r'''"""(?:\\.|(?!""").)*+(?:""")?|"(?:\\.|[^"\\\n])*+"?'''
+    r"""|'''(?:(?!''').)*+(?:''')?|'[^'\n]*+'?|#[^\n]*+""",
+    re.DOTALL,
+)
+_DEEP_KEY = re.compile(rf"(?<![\w-])(?:[\w-]++[ \t]*+\.[ \t]*+){{{_DEEPEST_KEY}}}")
 
 
 def read_settings_text(path: Path, remedy: str) -> str:
@@ -40,6 +51,11 @@ def json_table(path: Path, text: str, remedy: str) -> dict[str, Any]:
 
 def toml_table(text: str) -> dict[str, Any]:
     """The table in a TOML text; anything else is a ValueError."""
+    if len(text) > _LARGEST_TOML:
+        raise ValueError(f"it has more than {_LARGEST_TOML >> 10} Ki characters, too many for settings")
+    # Without its strings, dots that follow names are those of keys; a quoted name counts like a bare one.
+    if _DEEP_KEY.search(_STRING_OR_COMMENT.sub("_", text)):
+        raise ValueError(f"a key has more than {_DEEPEST_KEY} names with dots between them; shorten it")
     try:
         return tomllib.loads(text)
     except RecursionError as error:

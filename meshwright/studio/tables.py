@@ -1,11 +1,11 @@
 """The tables of a report: events, the job by section, the machine, the code."""
 
 import json
-import tomllib
 from html import escape
 from pathlib import Path
 from typing import Any
 
+from meshwright.job.reading import toml_table
 from meshwright.reading import Unfit, read_text
 from meshwright.studio.numbers import duration, exact
 
@@ -116,7 +116,7 @@ def _value(value: Any) -> str:
 
 def _given(raw: str) -> dict[str, Any]:
     try:
-        tables = tomllib.loads(raw) if len(raw) <= _LONGEST_JOB else {}
-    except (ValueError, RecursionError):
+        tables = toml_table(raw) if len(raw) <= _LONGEST_JOB else {}
+    except ValueError:
         return {}
     return {section: fields for section, fields in tables.items() if isinstance(fields, dict)}

@@ -95,6 +95,29 @@ def test_a_job_file_without_end_is_refused(tmp_path: Path, text: str) -> None:
         load_job(str(tmp_path / "job.toml"))
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a." * 100_000 + "a = 1",
+        "[" + ' \'a\' . "b\\"" .' * 10_000 + "a]",
+        "x = {" + "a." * 16 + "a = 1}",
+        "[a]\nb = 1\n" + "[[a.b]]\n" * 40_000,
+    ],
+)
+def test_keys_that_take_the_square_of_their_length_are_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "job.toml").write_text(text)
+    with pytest.raises(UserError, match=r"more than 16 names with dots|more than 256 Ki characters"):
+        load_job(str(tmp_path / "job.toml"))
+
+
+def test_dots_in_strings_and_comments_are_no_keys(tmp_path: Path) -> None:
+    dots, three = "a." * 40, '"' * 3
+    text = f'# {dots}\n[run]\nfolder = "{dots}b" # {dots}\n[evaluation]\nsample_prompt = {three}\n"{dots}\n{three}\n'
+    (tmp_path / "job.toml").write_text(text)
+    job = load_job(str(tmp_path / "job.toml")).job
+    assert (job.run.folder, job.evaluation.sample_prompt) == (f"{dots}b", f'"{dots}\n')
+
+
 @given(st.text(st.characters(categories=["Cc", "Cs", "Zl", "Zp", "L", "P"]), min_size=1, max_size=8))
 def test_no_control_character_passes(text: str) -> None:
     try:
