@@ -156,6 +156,27 @@ def test_paths_do_not_lead_out_of_their_folder(tmp_path):
     assert len(corpus.train_items.places_and_counts()[0]) == 2
 
 
+def test_a_folder_with_a_colon_in_its_name_is_the_folder_of_its_records(tmp_path):
+    inner = tmp_path / "in:ner"
+    inner.mkdir()
+    (tmp_path / "secret.png").write_bytes(picture(1, "PNG"))
+    (inner / "0.png").write_bytes(picture(0, "PNG"))
+    lines = [{"image": "0.png", "text": "good"}, {"image": "secret.png", "text": "bad"}]
+    (inner / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(UserError, match=r"1 of 2 documents .*1 image without its file, first at .*in:ner/secret\.png"):
+        prepare(data_of(tmp_path, str(inner / "a.jsonl")), 300)
+
+
+def test_a_link_beside_a_text_does_not_lead_out_of_its_folder(tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (tmp_path / "secret.png").write_bytes(picture(1, "PNG"))
+    (folder / "0.txt").write_text("this is the picture 0")
+    (folder / "0.png").symlink_to(tmp_path / "secret.png")
+    with pytest.raises(UserError, match=r"0\.png leads out of .*folder, to .*secret\.png"):
+        prepare(data_of(tmp_path, str(folder)), 300)
+
+
 def test_a_folder_of_texts_and_pictures(tmp_path):
     folder = tmp_path / "folder"
     folder.mkdir()

@@ -109,6 +109,10 @@ class Taking:
             return PAIR_FIELDS if self.pairs else FIELDS
         return (self.text_field,) if self.key_field is None else (self.text_field, self.key_field)
 
+    def for_file(self, name: str) -> "Taking":
+        """The same, for the records of a file."""
+        return self
+
     def from_json(self, raw: bytes, where: str) -> Item:
         """The document in a line or member of JSON."""
         try:

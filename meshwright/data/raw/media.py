@@ -3,13 +3,14 @@
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from meshwright.data.raw.bad import BROKEN_JSON, EMPTY, NOT_UTF8, WRONG_FIELD
 from meshwright.data.raw.energon import EnergonSample
 from meshwright.data.raw.items import BOM, Bad, Item, Medium, Taking, Text
+from meshwright.data.raw.local import regular_inside
 from meshwright.data.raw.remote import is_remote
 from meshwright.errors import UserError
 from meshwright.job.fields import MOST_FIELDS, MediaField
@@ -48,6 +49,8 @@ class MediaTaking(Taking):
     check: str = "decode"
     energon: EnergonSample | None = None
     """What Energon's own description says of the samples."""
+    source_file: str = field(default="", compare=False)
+    """The file whose records are read; their paths are inside its folder."""
 
     @property
     def plain(self) -> bool:
@@ -63,6 +66,10 @@ class MediaTaking(Taking):
     def optional(self) -> tuple[str, ...]:
         """Columns that are read where a table has them."""
         return tuple(column for name, own in self.media for column in _columns(name, own))
+
+    def for_file(self, name: str) -> "MediaTaking":
+        """The same, for the records of a file."""
+        return replace(self, source_file=name)
 
     def shaping(self) -> dict[str, dict[str, Any]]:
         """What of the fields shapes the tokens, by name."""
@@ -160,7 +167,7 @@ class MediaTaking(Taking):
             return Medium(number, f"{where} {name}", data=value, size=len(value))
         if not isinstance(value, str) or not value:
             raise _Unusable(WRONG_FIELD, f'a {type(value).__name__} in "{name}"')
-        return Medium(number, _path(value, own, where, name), named=True)
+        return Medium(number, _path(value, own, self.source_file, name), named=True)
 
     def _marked(self, value: Any) -> Any:
         """A value of a record with marks for placeholders, in texts and in the parts of messages."""
@@ -227,6 +234,7 @@ def media_beside(taking: MediaTaking, path: Path) -> list[Member]:
         suffix = beside.name[len(path.stem) + 1 :].lower()
         number = taking.field_of(suffix) if beside != path else None
         if number is not None:
+            regular_inside([beside], path.parent)
             found.append(Member(suffix, Medium(number, str(beside), named=True)))
     return found
 
@@ -282,15 +290,13 @@ def _cooked(cook: Callable[[Record], Record], record: Record, where: str) -> Rec
     return found
 
 
-def _path(value: str, own: MediaField, where: str, name: str) -> str:
+def _path(value: str, own: MediaField, source_file: str, name: str) -> str:
     """A path of a record, which may not lead out of its folder: records do not choose what is read."""
-    if is_remote(where) and own.folder is None:
-        return f"{where.rpartition('/')[0]}/{_inside(value)}"
+    if is_remote(source_file) and own.folder is None:
+        return f"{source_file.rpartition('/')[0]}/{_inside(value)}"
     if own.folder is not None and is_remote(own.folder):
         return f"{own.folder.rstrip('/')}/{_inside(value)}"
-    folder = (
-        Path(own.folder).expanduser() if own.folder is not None else Path(where.partition(":")[0]).parent
-    ).resolve()
+    folder = (Path(source_file).parent if own.folder is None else Path(own.folder).expanduser()).resolve()
     path = (folder / value).resolve()
     if not path.is_relative_to(folder) or "\0" in value:
         raise _Unusable(WRONG_FIELD, f'"{name}" leads out of {folder}; set data.fields.{name}.folder')

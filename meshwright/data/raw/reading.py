@@ -69,7 +69,7 @@ def in_parts(text: Text) -> Iterator[Text]:
 
 
 def _read_piece(piece: Piece, taking: Taking, watch: Watch) -> Iterator[Item | Callable[[], Item]]:
-    file = piece.file
+    file, taking = piece.file, taking.for_file(piece.file.name)
     with damage_named(file.name), _Watched(file.open(lambda: watch(0, 1)), watch) as raw:
         if file.format in ("parquet", "arrow"):
             if not file.seekable and file.format == "parquet":
