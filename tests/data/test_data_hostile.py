@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from meshwright.data import prepare
+from meshwright.data.chat import ChatTemplate
 from meshwright.data.raw import Bad, Taking, Text, list_inputs, plan_units, read_unit
 from meshwright.errors import UserError
 from meshwright.job.data import Data
@@ -173,6 +174,37 @@ def test_a_table_that_unpacks_out_of_proportion_is_refused(tmp_path: Path) -> No
     pq.write_table(table, tmp_path / "a.parquet", compression="zstd", use_dictionary=False)
     with pytest.raises(UserError, match=r"a\.parquet unpacks to more than 1000 times its size"):
         items_of(tmp_path / "a.parquet")
+
+
+def repeated(kind: str, rows: int = 40_000) -> pa.Table:
+    """One value of a MiB that all rows share, as a text or as what an assistant says."""
+    indices = pa.array([0] * rows, pa.int8())
+    texts = pa.DictionaryArray.from_arrays(indices, pa.array(["word " * (MIB // 5)]))
+    if kind == "text":
+        return pa.table({"text": texts})
+    roles = pa.DictionaryArray.from_arrays(pa.array([0, 1] * (rows // 2), pa.int8()), pa.array(["user", "assistant"]))
+    said = pa.StructArray.from_arrays([roles, texts], ["role", "content"])
+    return pa.table({"messages": pa.ListArray.from_arrays(pa.array(range(0, rows + 1, 2), pa.int32()), said)})
+
+
+@pytest.mark.parametrize("kind", ["text", "messages"])
+@pytest.mark.parametrize("form", ["parquet", "arrow"])
+def test_a_dictionary_that_stands_for_gigabytes_is_refused(tmp_path: Path, kind: str, form: str) -> None:
+    path, table = tmp_path / f"a.{form}", repeated(kind)
+    if form == "parquet":
+        pq.write_table(table, path, compression="zstd", dictionary_pagesize_limit=64 * MIB)
+    else:
+        with pa.ipc.new_file(path, table.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as out:
+            out.write_table(table)
+    assert path.stat().st_size < 100_000
+    chat = ChatTemplate("{% for m in messages %}{{ m.role }}{% endfor %}", {}, (), "a.jinja")
+    before, read = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, 0
+    (unit,) = plan_units(list_inputs([str(path)]).files)
+    with pytest.raises(UserError, match=rf"a\.{form} unpacks to more than 1000 times its size \(its first rows to"):
+        for _ in read_unit(unit, Taking() if kind == "text" else Taking(chat=chat)):
+            read += 1
+    assert 0 < read < 100
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 400 * 1024
 
 
 # ---- what lies in a folder ----

@@ -11,6 +11,8 @@ from meshwright.data.raw.packed import JUDGED_FROM_BYTES, LARGEST_RATIO, out_of_
 from meshwright.errors import UserError
 
 _ROWS = 64
+_BATCH_BYTES = 64 << 20
+"""Of the values that rows of one batch may repeat from a dictionary."""
 Row = bytes | dict[str, Any] | None
 """The text, or the fields that have a value."""
 
@@ -26,6 +28,13 @@ def count_groups(file: InputFile) -> int:
 
 def table_rows(file: InputFile, stream: BinaryIO, start: int, stop: int, taking: Taking) -> Iterator[Row]:
     """What is taken from the rows of the groups from start up to stop."""
+    decoded = _DecodedBytes(file)
+    for row in _rows(file, stream, start, stop, taking):
+        decoded.add(row)
+        yield row
+
+
+def _rows(file: InputFile, stream: BinaryIO, start: int, stop: int, taking: Taking) -> Iterator[Row]:
     if file.format == "parquet":
         yield from _parquet_rows(file, stream, start, stop, taking)
         return
@@ -46,8 +55,16 @@ def _parquet_rows(file: InputFile, stream: BinaryIO, start: int, stop: int, taki
     names = _columns(file, opened.schema_arrow, taking)
     groups = range(start, min(stop, opened.metadata.num_row_groups))
     _require_likely_sizes(file, opened.metadata, groups)
-    for batch in opened.iter_batches(_ROWS, row_groups=list(groups), columns=names, use_threads=False):
-        yield from _values(batch, taking)
+    columns = [opened.metadata.schema.column(number) for number in range(len(opened.metadata.schema))]
+    texts = [column.path for column in columns if column.physical_type == "BYTE_ARRAY"]
+    unexpanded = parquet.ParquetFile(stream, buffer_size=1 << 20, read_dictionary=texts)
+    for group in groups:
+        how = {"row_groups": [group], "columns": names, "use_threads": False}
+        # A first row that refers to its values' dictionaries brings them whole, and so tells how large they are.
+        first = next(unexpanded.iter_batches(1, **how), None)
+        rows = _ROWS if first is None else max(1, min(_ROWS, _BATCH_BYTES // max(1, first.nbytes)))
+        for batch in opened.iter_batches(rows, **how):
+            yield from _values(batch, taking)
 
 
 def _require_likely_sizes(file: InputFile, metadata: Any, groups: range) -> None:
@@ -56,6 +73,29 @@ def _require_likely_sizes(file: InputFile, metadata: Any, groups: range) -> None
         group = metadata.row_group(number)
         if group.total_byte_size > max(JUDGED_FROM_BYTES, LARGEST_RATIO * file.size_bytes):
             raise out_of_proportion(file.name, f"its row group {number} has {group.total_byte_size:,} bytes")
+
+
+class _DecodedBytes:
+    """Counts what the rows of a file stand for: a dictionary of a few bytes can stand for any number of long values."""
+
+    def __init__(self, file: InputFile) -> None:
+        self._name, self._count = file.name, 0
+        # A server may not say how large a file is.
+        self._most = max(JUDGED_FROM_BYTES, LARGEST_RATIO * file.size_bytes) if file.size_bytes else 1 << 62
+
+    def add(self, row: Row) -> None:
+        """Count a row; refuse the file once its rows are out of all proportion to it."""
+        self._count += _size_of(row)
+        if self._count > self._most:
+            raise out_of_proportion(self._name, f"its first rows to {self._count:,} bytes")
+
+
+def _size_of(value: Any) -> int:
+    if isinstance(value, str | bytes):
+        return len(value) + 1
+    if isinstance(value, dict):
+        return 1 + sum(map(_size_of, value.values()))
+    return 1 + sum(map(_size_of, value)) if isinstance(value, list) else 1
 
 
 def _open_arrow(file: InputFile, stream: BinaryIO) -> Any:
@@ -105,8 +145,9 @@ def _values(batch: Any, taking: Taking) -> Iterator[Row]:
         yield from _texts(batch.column(0))
         return
     batch.validate(full=True)
-    for first in range(0, batch.num_rows, _ROWS):
-        for row in batch.slice(first, _ROWS).to_pylist():
+    rows = 1 if "dictionary<" in str(batch.schema) else _ROWS
+    for first in range(0, batch.num_rows, rows):
+        for row in batch.slice(first, rows).to_pylist():
             yield {name: value for name, value in row.items() if value is not None}
 
 
