@@ -36,7 +36,7 @@ class Experts(Section):
     """Groups of neighbouring experts, of which a token uses only some (DeepSeek)."""
     groups_kept: PositiveInt = Field(default=1, le=10**5)
     """How many groups a token's experts may come from; a group counts as much as its best expert, with sigmoid scores
-    as its best two."""
+    as its best two, if it has two."""
     swiglu_limit: PositiveFloat | None = Field(default=None, le=1e6)
     """gpt-oss's experts: gate and up are clamped at this, the sigmoid is that of 1.702 × gate, and 1 is added to up;
     none by default."""

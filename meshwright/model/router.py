@@ -126,7 +126,8 @@ class Router(nn.Module):
         preferred_BSN = scores_BSN + self.preference.to(scores_BSN.dtype)
         if experts.groups_kept < experts.groups:
             best = preferred_BSN.view(*preferred_BSN.shape[:-1], experts.groups, -1)
-            of_group = best.topk(2, -1).values.sum(-1) if experts.scores == "sigmoid" else best.amax(-1)
+            most = min(2, best.shape[-1])  # a group may be a single expert
+            of_group = best.topk(most, -1).values.sum(-1) if experts.scores == "sigmoid" else best.amax(-1)
             kept = of_group.sort(dim=-1, descending=True, stable=True).indices[..., : experts.groups_kept]
             outside = torch.ones_like(of_group, dtype=torch.bool).scatter_(-1, kept, False)
             preferred_BSN = best.masked_fill(outside.unsqueeze(-1), float("-inf")).flatten(-2)

@@ -20,6 +20,7 @@ from meshwright.model.moe import (
 
 EXPERTS: dict[str, Any] = {"count": 6, "top_k": 2, "ffn_width": 5}
 SIGMOID = EXPERTS | {"scores": "sigmoid", "groups": 3, "groups_kept": 2, "scale": 2.5}
+SINGLE = SIGMOID | {"groups": 6, "groups_kept": 3}
 
 
 def mixture(**changes: Any) -> MixtureOfExperts:
@@ -59,7 +60,11 @@ def plain(moe: MixtureOfExperts, x_BSD: Tensor) -> Tensor:
     return torch.stack(out).view_as(x_BSD)
 
 
-@pytest.mark.parametrize("changes", [{}, {"normalised": False}, SIGMOID], ids=["softmax", "as scored", "sigmoid"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"normalised": False}, SIGMOID, SINGLE],
+    ids=["softmax", "as scored", "sigmoid", "groups of a single expert"],
+)
 def test_it_equals_one_token_at_a_time(changes: dict[str, Any]) -> None:
     moe = mixture(**changes)
     moe.router.preference.copy_(torch.linspace(-0.3, 0.3, 6))
