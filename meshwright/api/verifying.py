@@ -77,6 +77,8 @@ class Report:
         wrong = self.first_wrong
         if wrong is None:
             return f"equal: {self.ranks} ranks compute what one process computes, worst error {self.worst.error:.1e}"
+        if wrong.kind == "leak":
+            return f"wrong: {wrong.note}"
         return f"not equal: first diverging is the {wrong.kind} of {wrong.name}, off by {wrong.error:.1e}"
 
 

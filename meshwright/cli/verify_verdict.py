@@ -46,6 +46,8 @@ def _sentence(verdict: Verdict, equal: str) -> str:
         forms = ", ".join(dict.fromkeys(row.format for row in verdict.rows if row.format))
         within = f", in {forms} as exactly as the format allows" if forms else ""
         return f"equal: {equal}{within} ({verdict.seconds:.1f} s)"
+    if first.kind == "leak":
+        return f"wrong: {first.note}"
     return f"not equal: first difference is the {where(first)}"
 
 

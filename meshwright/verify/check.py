@@ -21,6 +21,7 @@ from meshwright.verify.compare import BOUNDS, Comparison, compare, first_wrong, 
 from meshwright.verify.compressed import is_lossy, observe_compressed
 from meshwright.verify.exercised import check_dropping, check_exercised
 from meshwright.verify.fused import check_fused, fused_notes
+from meshwright.verify.leaks import leaks_of_own_model
 from meshwright.verify.observe import Observation, observe, observe_own
 from meshwright.verify.ranks import RankError, RankGroup, run_ranks
 from meshwright.verify.recorded import CheckRecords
@@ -143,7 +144,7 @@ class Check:
             rows.append(formats.routing_row(self.job, self.dtype, replayed))
         compared = check_exercised(rows, self.job, zeros) + check_dropping(self.job, plain)
         fused = [rank.fused for rank in ranks]
-        compared += check_fused(self.job, self.device, fused)
+        compared += check_fused(self.job, self.device, fused) + leaks(self.job)
         if exact.choices is not None and all(row.ok is not False for row in compared):
             require_routing(self.job, exact.choices)
         notes = [*self.notes, *fused_notes(self.job, self.device, fused)]
@@ -189,7 +190,7 @@ def check_job(job: Job, small: Job, dtype: str = "float64", device: str = "cpu",
     notes, seconds = [report, *second.notes], verdict.seconds + second.seconds
     return replace(
         verdict,
-        rows=verdict.rows + second.rows,
+        rows=verdict.rows + [row for row in second.rows if row.kind != "leak"],
         seconds=seconds,
         collectives=contract,
         notes=notes,
@@ -205,9 +206,18 @@ def reference(job: Job, dtype: str, device: str = "cpu") -> Observation:
     """
     job, _ = _in_format(job, dtype)
     registered = OPTIMIZERS.changes + SCHEDULES.changes + LOSSES.changes
-    if is_asynchronous(job) or is_lossy(job.layout):
-        return _reference(job.model_dump_json(), dtype, device, registered)
-    alone = job.model_copy(
+    plain = job if is_asynchronous(job) or is_lossy(job.layout) else in_one_process(job)
+    return _reference(plain.model_dump_json(), dtype, device, registered)
+
+
+def leaks(job: Job) -> list[Comparison]:
+    """Whether a model of the user's own lets an output depend on a later token or another document, in float64."""
+    return leaks_of_own_model(in_one_process(_in_format(job, "float64")[0]))
+
+
+def in_one_process(job: Job) -> Job:
+    """The job in one process, the whole batch at once, eager."""
+    return job.model_copy(
         update={
             "layout": Layout(),
             "memory": type(job.memory)(),
@@ -216,7 +226,6 @@ def reference(job: Job, dtype: str, device: str = "cpu") -> Observation:
             "run": job.run.model_copy(update={"compile": False}),
         }
     )
-    return _reference(alone.model_dump_json(), dtype, device, registered)
 
 
 @lru_cache(maxsize=64)

@@ -11,8 +11,9 @@ from torch import Tensor
 from meshwright.verify.observe import Observation, Shard
 
 Kind = Literal[
-    "loss", "norm", "evaluation", "gradient", "update", "metric", "fused", "sum", "routing", "weight", "state", "data"
-]
+    "loss", "norm", "evaluation", "gradient", "update", "metric", "fused", "sum", "routing", "weight", "state", "data",
+    "leak",
+]  # fmt: skip
 
 BOUNDS: dict[str, dict[Kind, float]] = {
     "float64": dict.fromkeys(("loss", "norm", "evaluation", "gradient", "update", "metric"), 1e-9),

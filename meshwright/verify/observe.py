@@ -3,12 +3,12 @@
 import logging
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshwright.errors import UserError
 from meshwright.job import Job
@@ -87,9 +87,7 @@ def observe(
     corpus = unequal_corpus(job)
     # By the weights before they change, so that the first step already compares two different models.
     references = find_references(job, corpus, cast(Engine, engine), world) if job.prefers else None
-    _enliven(weights)
-    for linear in quantised_linears(engine.modules).values():
-        linear.get_buffer(SCALES).mul_(MATRIX_SCALE)
+    enliven(weights, engine.modules)
     seen = Observation()
     listener = _Listener(seen)
     _record_first_gradients(weights, seen)
@@ -132,7 +130,7 @@ def _fused_products(job: Job) -> dict[str, int]:
 
 
 @torch.no_grad()
-def _enliven(weights: Weights) -> None:
+def enliven(weights: Weights, modules: Sequence[nn.Module]) -> None:
     """Change the initial weights so that bugs show.
 
     They are drawn for wide models: at this width attention would be nearly uniform, its gradients close to zero, and
@@ -148,6 +146,8 @@ def _enliven(weights: Weights) -> None:
         elif tensor.dim() == 1:
             tensor.add_(shards[name].take(VECTOR_SHIFT * _waves(shards[name].shape[0])).to(tensor.device))
     weights.refresh()
+    for linear in quantised_linears(modules).values():
+        linear.get_buffer(SCALES).mul_(MATRIX_SCALE)
 
 
 def _waves(*shape: int) -> Tensor:

@@ -13,7 +13,7 @@ from meshwright.checkpoint import checkpoints
 from meshwright.job import Job, LoadedJob, job_text
 from meshwright.job.devices import Layout
 from meshwright.layout import ranks_of, require_layout
-from meshwright.verify.check import COMPILED_TIMEOUT_S, Verdict, prepare_compiler, reference
+from meshwright.verify.check import COMPILED_TIMEOUT_S, Verdict, leaks, prepare_compiler, reference
 from meshwright.verify.compare import zero_gradients
 from meshwright.verify.ranks import run_ranks
 from meshwright.verify.run_compare import Record, compare_records, read_record, run_bounds
@@ -48,7 +48,7 @@ def check_run(
             folder_of_leg = None if record is None else record / str(attempt)
             seen = proof.run(leg.job, "run", attempt, leg.start, folder_of_leg)
             rows += compare_records(leg, seen, expected, bounds, zeros)
-    return Verdict(job, dtype, rows, time.monotonic() - started)
+    return Verdict(job, dtype, rows + leaks(job), time.monotonic() - started)
 
 
 class _Proof:
