@@ -47,6 +47,29 @@ class Report:
         return ranks_of(self.layout)
 
     @property
+    def nothing_compared(self) -> str | None:
+        """That a layout of one rank left nothing to compare, and what was checked; None where there was something."""
+        if self.ranks > 1 or self.legs:
+            return None
+        return f"Nothing compared: the layout has one rank. Checked: {', '.join(self._checked_alone())}."
+
+    def _checked_alone(self) -> list[str]:
+        """What one rank does differently from the plain process that it was checked against."""
+        job, rows = self.verdict.job, self.verdict.rows
+        checked = ["that the job trains"]
+        if job.accumulation > 1:
+            checked.append(f"{job.accumulation} micro-batches as the batch at once")
+        if job.run.compile:
+            checked.append("compiled blocks as eager ones")
+        if job.memory.recompute != "none":
+            checked.append("recomputed blocks as others")
+        if job.data.workers:
+            checked.append("data from workers as from this process")
+        checked += [f"{form} within its bounds" for form in dict.fromkeys(row.format for row in rows) if form]
+        checked += [f"no output depends on {row.name}" for row in rows if row.kind == "leak"]
+        return checked
+
+    @property
     def rows(self) -> list[Comparison]:
         """Every comparison: kind, name, error and bound."""
         return self.verdict.rows
@@ -75,6 +98,8 @@ class Report:
 
     def __str__(self) -> str:
         wrong = self.first_wrong
+        if wrong is None and self.nothing_compared is not None:
+            return self.nothing_compared
         if wrong is None:
             return f"equal: {self.ranks} ranks compute what one process computes, worst error {self.worst.error:.1e}"
         if wrong.kind == "leak":

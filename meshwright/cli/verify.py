@@ -143,6 +143,7 @@ def _job(loaded: LoadedJob, steps: int, dtype: str, device: str, record: bool, s
         print_json(
             {
                 "equal": verdict.equal,
+                "nothing_compared": report.nothing_compared,
                 "job": loaded.name,
                 "layout": report.layout.model_dump(mode="json", exclude_defaults=True),
                 "ranks": report.ranks,
@@ -163,7 +164,8 @@ def _job(loaded: LoadedJob, steps: int, dtype: str, device: str, record: bool, s
             say(console, f"{'not checked' if change.hides else 'note'}  {change}")
         for note in verdict.notes:
             say(console, f"note  {note}")
-        print_verdict(console, verdict, f"{report.ranks} ranks compute the same as one process")
+        equal = f"equal: {report.ranks} ranks compute the same as one process"
+        print_verdict(console, verdict, equal, report.nothing_compared)
         for line in contract_lines(verdict.collectives) if record else []:
             say(console, line)
         for line in nccl_lines(report.nccl) if verdict.collectives is not None else []:

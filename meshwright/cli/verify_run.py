@@ -49,7 +49,7 @@ def verify_run(loaded: LoadedJob, steps: int, dtype: str, device: str, strict: b
         for change in report.changes:
             say(console, f"{'not checked' if change.hides else 'note'}  {change}")
         say(console, f"run   {_path(legs)}")
-        print_verdict(console, verdict, "the run, its checkpoints and its resumes match one process")
+        print_verdict(console, verdict, "equal: the run, its checkpoints and its resumes match one process")
         if strict and hiding:
             say(console, f"--strict: {len(hiding)} of the job's settings were not checked, see above")
     return False if strict and hiding else verdict.ok

@@ -18,8 +18,9 @@ def as_row(row: Comparison) -> dict[str, Any]:
     return {"format": row.format or None, "kind": row.kind, "name": row.name, **seen}
 
 
-def print_verdict(console: Console, verdict: Verdict, equal: str) -> None:
-    """Print the largest error of every kind as a table, then one sentence: equal, or where it first differs."""
+def print_verdict(console: Console, verdict: Verdict, equal: str, nothing_compared: str | None = None) -> None:
+    """Print the largest error of every kind as a table, then one sentence: equal (or that there was nothing to
+    compare), or where it first differs."""
     from rich.table import Table
 
     from meshwright.verify import worst
@@ -37,15 +38,17 @@ def print_verdict(console: Console, verdict: Verdict, equal: str) -> None:
             names = ", ".join(unjudged[:3]) + (f" and {len(unjudged) - 3} more" if len(unjudged) > 3 else "")
             table.add_row("", str(len(unjudged)), "", "–", f"of these {names}: no gradient to step by", "not judged")
     console.print(table)
-    say(console, _sentence(verdict, equal))
+    say(console, _sentence(verdict, equal, nothing_compared))
 
 
-def _sentence(verdict: Verdict, equal: str) -> str:
+def _sentence(verdict: Verdict, equal: str, nothing_compared: str | None) -> str:
     first = verdict.first_wrong
+    if first is None and nothing_compared is not None:
+        return f"{nothing_compared} ({verdict.seconds:.1f} s)"
     if first is None:
         forms = ", ".join(dict.fromkeys(row.format for row in verdict.rows if row.format))
         within = f", in {forms} as exactly as the format allows" if forms else ""
-        return f"equal: {equal}{within} ({verdict.seconds:.1f} s)"
+        return f"{equal}{within} ({verdict.seconds:.1f} s)"
     if first.kind == "leak":
         return f"wrong: {first.note}"
     return f"not equal: first difference is the {where(first)}"

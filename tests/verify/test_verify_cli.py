@@ -35,12 +35,23 @@ def test_json_has_stable_keys(cli) -> None:
     answer = json.loads(result.out)
     assert result.code == 0 and answer["equal"] is True
     assert set(answer) == {
-        "equal", "job", "layout", "ranks", "dtype", "steps", "seconds", "notes", "could_hide_errors",
-        "first_wrong", "collectives", "nccl", "rows",
+        "equal", "nothing_compared", "job", "layout", "ranks", "dtype", "steps", "seconds", "notes",
+        "could_hide_errors", "first_wrong", "collectives", "nccl", "rows",
     }  # fmt: skip
     assert answer["layout"] == {"dp_shard": 2, "zero": 3} and answer["first_wrong"] is None
+    assert answer["nothing_compared"] is None
     assert all(set(row) == ROW_KEYS for row in answer["rows"])
     assert sum(row["kind"] == "loss" for row in answer["rows"]) == 2
+
+
+def test_a_layout_of_one_rank_leaves_nothing_to_compare(cli) -> None:
+    job = (DEMO, "--steps", "1", "--set", "model.layers=1")
+    told = "that the job trains, 2 micro-batches as the batch at once, data from workers as from this process"
+    sentence = f"Nothing compared: the layout has one rank. Checked: {told}."
+    result = cli("verify", *job)
+    assert result.code == 0 and f"{sentence} (" in result.out and "equal:" not in result.out, result
+    answer = json.loads(cli("verify", *job, "--json").out)
+    assert answer["ranks"] == 1 and answer["nothing_compared"] == sentence
 
 
 def test_a_wrong_layout_exits_1_with_the_first_diverging_parameter(cli, monkeypatch: pytest.MonkeyPatch) -> None:
