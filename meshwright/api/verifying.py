@@ -127,18 +127,18 @@ def verify(
     dtype = dtype or (run_format(own) if run else "float64")
     require_format(dtype, device)
     require_layout(own, ranks_of(own.layout))
+    from meshwright.verify import check_job, replay_on_gpu, require_real_size, shrink
+
+    unchecked = require_real_size(own)
     if run:
-        return _verify_run(own, steps or 8, dtype, device)
-
-    from meshwright.verify import check_job, replay_on_gpu, shrink
-
+        return _verify_run(own, steps or 8, dtype, device, unchecked)
     small, changes = shrink(own, steps or 3, device)
     verdict = check_job(own, small, dtype, device, collectives)
     nccl = None if verdict.collectives is None else replay_on_gpu(verdict.collectives.calls)
-    return Report(verdict, tuple(changes), small.layout, nccl=nccl)
+    return Report(verdict, (*changes, *unchecked), small.layout, nccl=nccl)
 
 
-def _verify_run(own: Job, steps: int, dtype: str, device: str) -> Report:
+def _verify_run(own: Job, steps: int, dtype: str, device: str, unchecked: list[Change]) -> Report:
     from meshwright.launch.worker import run_quietly
     from meshwright.verify.replay import routes
     from meshwright.verify.run_check import check_run
@@ -157,7 +157,7 @@ def _verify_run(own: Job, steps: int, dtype: str, device: str) -> Report:
         )
     small, changes = small_run(own, steps)
     verdict = check_run(small, run_quietly, dtype, is_prepared_data(own.data))
-    return Report(verdict, tuple(changes), small.layout, tuple(legs_of(small)))
+    return Report(verdict, (*changes, *unchecked), small.layout, tuple(legs_of(small)))
 
 
 def run_format(job: Job) -> str:

@@ -8,7 +8,7 @@ from meshwright.parallel.live_tensors import live_gradients, live_parameters
 from meshwright.parallel.many_tensors import addresses_of, blocks_of, is_aligned
 from meshwright.parallel.offload.host import Traffic, host_buffer, take_traffic
 from meshwright.parallel.offload.weights import OffloadedWeights
-from meshwright.parallel.own_table import fails_without_table, table_error, uses_own_table
+from meshwright.parallel.own_table import failed_module, fails_without_table, table_error, uses_own_table
 from meshwright.parallel.pipelining.pipedream import PipeDream
 from meshwright.parallel.quantised import quantised_linears
 from meshwright.parallel.shard_index import ShardIndex
@@ -31,6 +31,7 @@ __all__ = [
     "addresses_of",
     "blocks_of",
     "build",
+    "failed_module",
     "fails_without_table",
     "host_buffer",
     "is_aligned",

@@ -39,7 +39,7 @@ def table_error(job: Job, error: Exception) -> UserError:
 def _sentence(job: Job, error: Exception) -> str:
     with torch.device("meta"):
         architecture = build_architecture(job.model)
-    failed = _failed_module(error)
+    failed = failed_module(error)
     lines = str(error).strip().splitlines()
     what = f"{type(error).__name__}: {lines[0] if lines else ''}"[:_LONGEST]
     place = f'model.file = "{job.model.file}"'
@@ -80,7 +80,7 @@ def _suspects(architecture: Architecture, job: Job) -> Iterator[tuple[str | None
         before.append(role)
 
 
-def _failed_module(error: Exception) -> str | None:
+def failed_module(error: Exception) -> str | None:
     """The dotted name of the innermost module that was running, as far as the traceback knows."""
     running = [owner for owner in _owners(error.__traceback__) if isinstance(owner, nn.Module)]
     root = next((module for module in running if hasattr(module, "layers")), None)

@@ -10,6 +10,7 @@ from meshwright.verify.layer import LayerGrade, grade_layer
 from meshwright.verify.matrix import Line, LineResult, load_matrix, own_model_lines, run_matrix
 from meshwright.verify.observe import Observation, Shard, observe
 from meshwright.verify.ranks import RankError, RankGroup, run_ranks
+from meshwright.verify.real_size import require_real_size
 from meshwright.verify.sample import OUTCOMES, Answer, run_draws, subject_of
 from meshwright.verify.shrink import Change, shrink
 
@@ -42,6 +43,7 @@ __all__ = [
     "observe",
     "own_model_lines",
     "replay_on_gpu",
+    "require_real_size",
     "run_draws",
     "run_matrix",
     "run_ranks",
