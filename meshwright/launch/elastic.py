@@ -122,7 +122,8 @@ def _keep_running(
         nproc = ranks_of(restarts.job.layout)
         which = f"restart {restarts.used} of {restarts.job.run.max_restarts}"
         shown = f"{which} on {nproc} rank{'s' if nproc > 1 else ''} in {wait_s:.0f} s: {cause_of(cause)}"
-        console.print(shown, markup=False, highlight=False, soft_wrap=True)
+        for line in filter(None, (shown, restarts.why_not_smaller)):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
         arguments += [word for change in changes for word in ("--set", change)]
         arguments += [] if "--resume" in arguments else ["--resume"]
         deadline = time.monotonic() + wait_s

@@ -1,18 +1,21 @@
 """Whether, when and with how many ranks a failed run restarts."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from math import gcd
 from typing import Any
 
 from pydantic import ValidationError
 
 from meshwright.errors import UserError
 from meshwright.job import Job
+from meshwright.job.devices import Layout
 from meshwright.launch.rank_failure import RankFailure
-from meshwright.layout import ranks_of, require_layout
+from meshwright.layout import expert_ranks, ranks_of, require_layout
 from meshwright.runs import RunFolder
 
+_DATA_AXES = ("dp_replicate", "dp_shard")
 FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 60.0
 
 
@@ -33,6 +36,8 @@ class Restarts:
     """The GPUs the driver listed at the last failure."""
     _gone: tuple[int, ...] = ()
     """Of these, the GPUs whose ranks would not start."""
+    why_not_smaller: str | None = None
+    """Why the last restart has as many ranks as before, although a rank is lost and run.may_shrink is set."""
 
     def allows(self, cause: Exception, folder: RunFolder) -> bool:
         """Record a failure; returns whether to restart the run.
@@ -58,10 +63,12 @@ class Restarts:
         """Count and record a restart: returns how long to wait, and overrides for the job."""
         self.used += 1
         wait_s = min(LONGEST_WAIT_S, FIRST_WAIT_S * 2.0 ** (self._barren - 1)) if self._barren else 0.0
+        self.why_not_smaller = None
         smaller = self._smaller(ranks)
         changed: dict[str, Any] = {}
         if smaller is not None:
-            changed = {name: getattr(smaller.layout, name) for name in ("dp_replicate", "dp_shard")}
+            names = (*_DATA_AXES, "ep") if smaller.layout.ep != self.job.layout.ep else _DATA_AXES
+            changed = {name: getattr(smaller.layout, name) for name in names}
             self.job, self._same_rank = smaller, 0
         folder.event(
             "restart",
@@ -72,6 +79,7 @@ class Restarts:
             step=max(0, self._step),
             wait_s=wait_s,
             ranks=ranks_of(self.job.layout),
+            **({} if self.why_not_smaller is None else {"why_not_smaller": self.why_not_smaller}),
         )
         return wait_s, [f"layout.{name}={value}" for name, value in changed.items()]
 
@@ -92,14 +100,20 @@ class Restarts:
         lost = self._rank if self._same_rank > 1 else None
         gpus = torch.cuda.device_count() if self.job.run.device in ("auto", "cuda") else 0
         if not gpus:
-            return None if lost is None else shrunk(self.job, ranks - 1)
+            return None if lost is None else self._on(ranks - 1)
         if gpus != self._gpus:  # the remaining ones are renumbered
             self._gpus, self._gone, lost = gpus, (), None
         gone = self._gone if lost is None else (*self._gone, self._usable(self._gone)[lost])
         usable = len(self._usable(gone))
-        smaller = shrunk(self.job, usable) if usable < ranks else None
+        smaller = self._on(usable) if usable < ranks else None
         if lost is not None and (usable >= ranks or smaller is not None):
             self._gone, self._same_rank = gone, 0
+        return smaller
+
+    def _on(self, most: int) -> Job | None:
+        smaller = shrunk(self.job, most)
+        if smaller is None:
+            self.why_not_smaller = why_not_smaller(self.job, most)
         return smaller
 
     def _usable(self, gone: tuple[int, ...]) -> list[int]:
@@ -107,24 +121,58 @@ class Restarts:
 
 
 def shrunk(job: Job, most: int) -> Job | None:
-    """The job on as many of these ranks as it can use, by changing data-parallel axes only; None if none fits."""
+    """The job on as many of these ranks as it can use, by changing data-parallel axes only, and the degree of expert
+    parallelism where it does not divide their ranks; None if nothing fits."""
+    jobs = [smaller for _, smaller in _smaller_jobs(job, most) if isinstance(smaller, Job)]
+    return max(jobs, key=lambda smaller: ranks_of(smaller.layout), default=None)
+
+
+def why_not_smaller(job: Job, most: int) -> str:
+    """Why `shrunk` has nothing, by what refuses the layout of most ranks."""
+    refusals = [(ranks, refusal) for ranks, refusal in _smaller_jobs(job, most) if isinstance(refusal, str)]
+    layout = job.layout
+    others = ranks_of(layout) // (layout.dp_replicate * layout.dp_shard)
+    if not refusals:
+        return (
+            f"run.may_shrink = true changes only layout.dp_replicate = {layout.dp_replicate} and layout.dp_shard = "
+            f"{layout.dp_shard}, and {most} ranks are fewer than the {others} of the other axes"
+        )
+    ranks, refusal = max(refusals)
+    return f"run.may_shrink = true has no layout for {most} ranks; with {ranks}: {refusal}"
+
+
+def _smaller_jobs(job: Job, most: int) -> Iterator[tuple[int, Job | str]]:
+    """The job with fewer data-parallel ranks, or why there is no such job, and how many ranks it has: at most these."""
     layout = job.layout
     options = [(replicas, layout.dp_shard) for replicas in range(1, layout.dp_replicate)]
     options += [(layout.dp_replicate, shards) for shards in range(1, layout.dp_shard)]
-    jobs = [smaller for option in options if (smaller := _with_degrees(job, *option)) is not None]
-    fitting = [smaller for smaller in jobs if ranks_of(smaller.layout) <= most]
-    return max(fitting, key=lambda smaller: ranks_of(smaller.layout), default=None)
+    for replicas, shards in options:
+        smaller = layout.model_copy(update={"dp_replicate": replicas, "dp_shard": shards})
+        if ranks_of(smaller) <= most:
+            yield ranks_of(smaller), _in_layout(job, smaller)
 
 
-def _with_degrees(job: Job, replicas: int, shards: int) -> Job | None:
+def _in_layout(job: Job, layout: Layout) -> Job | str:
     values = job.model_dump()
-    values["layout"] |= {"dp_replicate": replicas, "dp_shard": shards}
+    values["layout"] = layout.model_dump() | {"ep": _expert_degree(job, layout)}
     try:
         smaller = Job.model_validate(values)
         require_layout(smaller, ranks_of(smaller.layout))
-    except (ValidationError, UserError):  # the batch cannot be split that way
-        return None
+    except ValidationError as error:  # the batch cannot be split that way
+        return str(error.errors()[0]["msg"]).removeprefix("Value error, ")
+    except UserError as error:
+        return str(error)
     return smaller
+
+
+def _expert_degree(job: Job, layout: Layout) -> int:
+    """The degree of expert parallelism; where the ranks that share experts no longer divide by it, the largest below it
+    that divides them and the experts."""
+    ranks = expert_ranks(job.model_copy(update={"layout": layout}))
+    if job.model.experts is None or ranks % layout.ep == 0:
+        return layout.ep
+    both = gcd(job.model.experts.count, ranks)
+    return max(degree for degree in range(1, layout.ep + 1) if both % degree == 0)
 
 
 def last_step(folder: RunFolder) -> int:

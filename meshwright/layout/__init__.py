@@ -10,7 +10,7 @@ from meshwright.layout.activations import (
 )
 from meshwright.layout.derived import derived_values
 from meshwright.layout.encoder import recomputes_encoder
-from meshwright.layout.experts import require_experts
+from meshwright.layout.experts import expert_ranks, require_experts
 from meshwright.layout.formats import FP8_MULTIPLE, gathers_fp8
 from meshwright.layout.recompute import budget_span, recompute_modes, require_budget_counts, sure_budget
 from meshwright.layout.rules import (
@@ -34,6 +34,7 @@ __all__ = [
     "casts_from",
     "derived_values",
     "encoder_bytes",
+    "expert_ranks",
     "gathers_fp8",
     "gradient_format",
     "holdings_of_rank",

@@ -168,6 +168,56 @@ def test_a_rank_that_never_comes_up_is_left_out_where_that_is_allowed(folder: Ru
     assert [event["ranks"] for event in folder.events()] == [4, 3, 3]
 
 
+@pytest.mark.parametrize(
+    ("layout", "most", "shards", "degree"),
+    [
+        ({"dp_shard": 8, "ep": 8}, 7, 7, 1),
+        ({"dp_shard": 4, "ep": 4}, 3, 3, 3),
+        ({"dp_shard": 4, "ep": 2}, 3, 3, 1),
+        ({"dp_shard": 2, "ep": 2}, 1, 1, 1),
+        ({"dp_shard": 4, "ep": 8, "tp": 2}, 7, 3, 6),
+        ({"dp_shard": 4, "ep": 2, "tp": 2}, 7, 3, 2),
+    ],
+)
+def test_expert_parallelism_shrinks_with_the_ranks_that_share_experts(
+    layout: dict[str, int], most: int, shards: int, degree: int
+) -> None:
+    experts = {"count": 24, "top_k": 2, "ffn_width": 8}
+    whole = job(layout={"zero": 3, **layout}, model={"experts": experts}, batch={"global_batch": 840, "micro_batch": 1})
+    smaller = shrunk(whole, most)
+    assert smaller is not None and (smaller.layout.dp_shard, smaller.layout.ep) == (shards, degree)
+
+
+def test_a_restart_tells_the_ranks_their_degree_of_expert_parallelism(folder: RunFolder) -> None:
+    sections = {"model": {"experts": {"count": 8, "top_k": 2, "ffn_width": 8}}, "layout": {"dp_shard": 4, "ep": 4}}
+    restarts = Restarts(job(run={"max_restarts": 9, "may_shrink": True, "device": "cpu"}, **sections))
+    cause = RankFailure("rank 3 fell", 3, "")
+    changes = [restarts.next(cause, folder, 4)[1] for _ in range(2) if restarts.allows(cause, folder)]
+    assert changes == [[], ["layout.dp_replicate=1", "layout.dp_shard=3", "layout.ep=1"]]
+    assert not any("why_not_smaller" in event for event in folder.events())
+
+
+@pytest.mark.parametrize(
+    ("sections", "sentence"),
+    [
+        ({"layout": {"pp": 4}}, "layout.dp_shard = 1, and 3 ranks are fewer than the 4 of the other axes"),
+        (
+            {"layout": {"dp_replicate": 2, "pp": 2, "compress": "int8"}},
+            'has no layout for 3 ranks; with 2: layout.compress = "int8" compresses gradients between replicas, but',
+        ),
+    ],
+)
+def test_a_restart_says_why_it_has_as_many_ranks_as_before(folder: RunFolder, sections: dict, sentence: str) -> None:
+    restarts = Restarts(job(run={"max_restarts": 9, "may_shrink": True, "device": "cpu"}, **sections))
+    cause = RankFailure("rank 3 fell", 3, "")
+    for _ in range(2):
+        assert restarts.allows(cause, folder)
+        restarts.next(cause, folder, 4)
+    first, second = folder.events()
+    assert "why_not_smaller" not in first
+    assert second["why_not_smaller"] == restarts.why_not_smaller and sentence in second["why_not_smaller"]
+
+
 def test_what_is_no_ranks_fault_leaves_no_rank_out(folder: RunFolder) -> None:
     restarts = Restarts(job(run={"max_restarts": 9, "may_shrink": True, "device": "cpu"}, layout={"dp_replicate": 4}))
     for _ in range(3):
