@@ -172,12 +172,6 @@ def _require_pipeline(job: Job) -> None:
 def _require_split_backward(job: Job) -> None:
     """Refuse what torch gets wrong when the backward runs as two halves."""
     layout = job.layout
-    if job.model.extra_tokens > 1:
-        raise UserError(
-            f"model.extra_tokens = {job.model.extra_tokens} makes torch use some results twice with "
-            f'layout.schedule = "{layout.schedule}", which splits the backward in two; set model.extra_tokens = 1 or '
-            'layout.schedule = "1f1b"'
-        )
     if layout.zero_stage == 3:
         raise UserError(
             f"layout.zero = 3 frees parameters between the two halves of a backward that layout.schedule = "

@@ -1,6 +1,7 @@
 """Torch's pipeline runtime below its ready-made schedules. torch 2.11 to 2.15."""
 
 from torch.distributed.pipelining import schedules
+from torch.distributed.pipelining._backward import _get_grad_fn_or_grad_acc as gradient_node
 from torch.distributed.pipelining.schedules import _Action as Action
 from torch.distributed.pipelining.schedules import _add_reduce_grad as add_reduce_grad
 from torch.distributed.pipelining.schedules import _add_unshard_reshard as add_unshard_reshard
@@ -14,6 +15,7 @@ __all__ = [
     "PipelineRuntime",
     "add_reduce_grad",
     "add_unshard_reshard",
+    "gradient_node",
     "with_send_waits",
 ]
 

@@ -30,11 +30,3 @@ def test_a_budget_that_does_not_know_what_they_keep() -> None:
 def test_a_model_of_one_s_own() -> None:
     with pytest.raises(ValidationError, match=r"model\.extra_tokens = 1 .* model\.file = own\.py"):
         Model(file="own.py", extra_tokens=1)
-
-
-def test_several_of_them_where_the_backward_is_split() -> None:
-    asked = job(layout={"pp": 2, "schedule": "zb-h1"}, batch={"global_batch": 8, "micro_batch": 1})
-    require_layout(asked, 2)
-    several = asked.model_copy(update={"model": asked.model.model_copy(update={"extra_tokens": 2})})
-    with pytest.raises(UserError, match=r'model\.extra_tokens = 2 .* "zb-h1".* set model\.extra_tokens = 1'):
-        require_layout(several, 2)

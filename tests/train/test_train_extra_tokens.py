@@ -12,10 +12,12 @@ from meshwright.verify.documents import unequal_corpus
 from meshwright.verify.ranks import run_ranks
 
 LAYOUTS: dict[str, dict[str, Any]] = {"tp": {"tp": 2}, "pp": {"pp": 2}, "cp": {"cp": 2}}
+TABLES = {"an extra token, tied": (1, True), "two extra tokens": (2, False), "two extra tokens, tied": (2, True)}
+"""Tables that the last stage uses before and after an extra block."""
 
 
-def job(layout: dict[str, Any], extra_tokens: int = 1) -> Job:
-    shape = {"vocab_size": 53, "width": 16, "layers": 2, "heads": 2, "max_sequence_length": 16}
+def job(layout: dict[str, Any], extra_tokens: int = 1, *, tied: bool = False) -> Job:
+    shape = {"vocab_size": 53, "width": 16, "layers": 2, "heads": 2, "max_sequence_length": 16, "tied": tied}
     return Job.model_validate(
         {
             "model": shape | {"extra_tokens": extra_tokens, "extra_tokens_weight": 0.5},
@@ -57,5 +59,14 @@ def test_every_layout_reports_the_same(layout: str) -> None:
     [alone] = run_ranks(rows_of, 1, job({}))
     for rows in run_ranks(rows_of, 2, job(LAYOUTS[layout])):
         assert len(rows) == 2
+        for row, expected in zip(rows, alone, strict=True):
+            assert row == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_a_split_backward_computes_the_same(table: str) -> None:
+    extra_tokens, tied = TABLES[table]
+    [alone] = run_ranks(rows_of, 1, job({}, extra_tokens, tied=tied))
+    for rows in run_ranks(rows_of, 2, job({"pp": 2, "schedule": "zb-h1"}, extra_tokens, tied=tied)):
         for row, expected in zip(rows, alone, strict=True):
             assert row == pytest.approx(expected, rel=1e-9)

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import GraphExecGroup
 
 from meshwright.data import Batch, Step
 from meshwright.job import Job
+from meshwright.model import Decoder
 from meshwright.model.numbers import wide_dtype
 from meshwright.parallel.engine import Range
 from meshwright.parallel.inputs import Inputs
@@ -26,7 +27,7 @@ from meshwright.parallel.pipelining.stages import StageChain
 from meshwright.parallel.weights import Weights
 from meshwright.parallel.world import World
 from meshwright.pipeline import Action, Kind, Table
-from meshwright.torch_private.pipelining import PipelineRuntime
+from meshwright.torch_private.pipelining import PipelineRuntime, gradient_node
 
 Listener = Callable[[Action, float, float, int], None]
 """Called for every action with its start and end and how many micro-batches' activations the rank holds after it."""
@@ -158,6 +159,35 @@ class _Stage(PipelineStage):
         result = self._report(kind, bwd_chunk_id, run, *args, full_backward=full_backward, **kwargs)
         release_buffers(self.grad_recv_info[bwd_chunk_id])
         return result
+
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> tuple[tuple[Tensor | None, ...], list[dict[str, Any]] | None]:
+        """Torch's backward; the half for the inputs also computes the gradient of the table of extra tokens."""
+        table = self._extra_table() if backward_type == "input" else None
+        if table is None:
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        # The half for the weights starts at every use of a parameter and runs back to it. A tied
+        # head uses the table that extra tokens look up: from the head of an extra token the way to
+        # its lookup leads through its block, and from the second lookup through the first block.
+        # Torch would run that block for the table and again for its own weights, whose graph is
+        # gone by then.
+        inputs = bwd_kwargs["input_values"]
+        gradients, groups = super().backward_maybe_with_nosync(
+            backward_type, bwd_kwargs | {"input_values": [*inputs, table]}, last_backward
+        )
+        node = gradient_node(table)
+        assert groups is not None
+        for group in groups:
+            group["params"].discard(node)
+        return gradients[: len(inputs)], [group for group in groups if group["params"]]
+
+    def _extra_table(self) -> Tensor | None:
+        """The embedding of a last stage, which extra tokens look up."""
+        if self.is_first or not isinstance(self.submod, Decoder) or self.submod.embed is None:
+            return None
+        table = self.submod.embed.weight
+        return table if table.requires_grad else None
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Torch's half of the backward for the weights."""
