@@ -30,11 +30,6 @@ def require_encoder_layout(job: Job) -> None:
         raise UserError(
             f'layout.schedule = "pipedream" is not supported with {section} yet; set layout.schedule = "1f1b"'
         )
-    if job.layout.pp > 1 and "decoder" not in encoder.train:
-        raise UserError(
-            f"layout.pp = {job.layout.pp} leaves later stages nothing to train, since {section}.train = "
-            f'{_listed(encoder.train)} lacks "decoder"; add it or set layout.pp = 1'
-        )
     if job.layout.compress != "none":
         raise UserError(
             f'layout.compress = "{job.layout.compress}" is not supported with {section} yet; set it to "none"'
@@ -60,7 +55,3 @@ def _require_tensor(job: Job, encoder: Encoder) -> None:
                 f"layout.tp = {tp} does not divide model.{field} = {size}, which it shards with the encoder; lower "
                 "layout.tp"
             )
-
-
-def _listed(names: tuple[str, ...]) -> str:
-    return "[" + ", ".join(f'"{name}"' for name in names) + "]"

@@ -138,6 +138,9 @@ class WholeWeights(Weights):
 def square_sum(masters: dict[str, nn.Parameter], shards: dict[str, ShardIndex]) -> Tensor:
     """Σ gradient² over the masters in float64, each divided by the number of ranks that hold the same shard."""
     named = {name: master.grad for name, master in masters.items() if master.grad is not None}
+    if not named:  # as on a pipeline stage where nothing is trained
+        device = next((master.device for master in masters.values()), None)
+        return torch.zeros((), dtype=torch.float64, device=device)
     first, gradients = next(iter(named)), [(gradient, shards[name].copies) for name, gradient in named.items()]
     wide = masters[first].dtype
     if named[first].is_cuda and HAS_TRITON and wide == torch.float32:

@@ -27,7 +27,6 @@ def job(vision: dict[str, Any], **sections: Any) -> Job:
             {"layout": {"pp": 2, "schedule": "pipedream"}, "batch": {"micro_batch": 8, "global_batch": 8}},
             r'"pipedream" is not supported with model.vision',
         ),
-        ({"train": ["projector"]}, {"layout": {"pp": 2}}, r"layout.pp = 2 leaves later stages nothing to train"),
         ({}, {"layout": {"dp_replicate": 2, "compress": "fp16"}}, r'layout.compress = "fp16" is not supported'),
         ({"images": 5}, {}, r"model.vision.images = 5 of 16 tokens each do not fit into batch.sequence_length = 64"),
         ({"train": ["projector"]}, {"precision": {"compute": "fp8"}}, r'"fp8" rounds products'),

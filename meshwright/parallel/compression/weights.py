@@ -39,8 +39,8 @@ class Sent:
 
     @property
     def ratio(self) -> float:
-        """How many times less was sent."""
-        return self.plain_bytes / self.bytes
+        """How many times less was sent; 1 on a pipeline stage with nothing to send."""
+        return self.plain_bytes / self.bytes if self.bytes else 1.0
 
 
 class Reduction:

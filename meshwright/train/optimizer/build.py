@@ -111,8 +111,9 @@ def clip_gradients(masters: Iterable[nn.Parameter], norm: float, limit: float, s
     If the gradients (not the norm) carry a factor `scale`, it is removed in the same pass.
     """
     factor = clip_factor(norm, limit, scale)
-    if factor != 1.0:
-        foreach_mul_([p.grad for p in masters if p.grad is not None], factor)
+    gradients = [p.grad for p in masters if p.grad is not None]
+    if factor != 1.0 and gradients:  # a pipeline stage may have nothing to train
+        foreach_mul_(gradients, factor)
 
 
 def clip_factor(norm: float, limit: float, scale: float = 1.0) -> float:
