@@ -88,15 +88,26 @@ def _print_table(console: Console, answers: list[Answer], seconds: float) -> Non
     for outcome, number in counts.most_common():
         if not outcome.startswith("refused") or outcome == "refused badly":
             say(console, f"{number:5}  {outcome}")
+    compared = [answer for answer in answers if not answer.outcome.startswith("refused")]
+    shares = [f"{name} {number / len(compared):.0%}" for name, number in _features(compared).items()]
+    say(console, f"features of {len(compared)} that ran: {', '.join(shares) or 'none'}")
     wrong = [str(answer.draw.number) for answer in answers if answer.wrong]
     verdict = f"wrong: {', '.join(wrong)}" if wrong else "nothing wrong"
     say(console, f"{len(answers)} drawn, {verdict} ({seconds:.0f} s)")
+
+
+def _features(answers: list[Answer]) -> dict[str, int]:
+    """How many jobs have each feature, the most frequent first."""
+    from meshwright.verify import features_of
+
+    return dict(Counter(name for answer in answers for name in features_of(answer.draw.job)).most_common())
 
 
 def _json(seed: int, dtype: str, seconds: float, answers: list[Answer]) -> dict[str, Any]:
     from meshwright.verify import OUTCOMES, subject_of
 
     counts = Counter(answer.outcome for answer in answers)
+    compared = [answer for answer in answers if not answer.outcome.startswith("refused")]
     refused = [subject_of(answer.sentence or "") for answer in answers if answer.outcome.startswith("refused")]
     return {
         "equal": not any(answer.wrong for answer in answers),
@@ -104,6 +115,7 @@ def _json(seed: int, dtype: str, seconds: float, answers: list[Answer]) -> dict[
         "dtype": dtype,
         "seconds": seconds,
         "counts": {outcome: counts[outcome] for outcome in OUTCOMES},
+        "features": _features(compared),
         "refused": dict(Counter(refused).most_common()),
         "layouts": [_answer(answer) for answer in sorted(answers, key=lambda answer: answer.draw.number)],
     }

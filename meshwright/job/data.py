@@ -117,11 +117,14 @@ class Data(Section):
             )
         if self.stages and self.weights is None:
             raise ValueError("data.stages needs data.weights, which apply until the first stage begins; set them")
-        beyond_streams = (self.weights, self.join) != (None, None) or self.packing != "concatenate"
-        if self.stream and (beyond_streams or self.format != "text"):
+        beside = [] if self.weights is None else [f"data.weights = {list(self.weights)}"]
+        beside += [] if self.join is None else [f'data.join = "{self.join}"']
+        beside += [] if self.packing == "concatenate" else [f'data.packing = "{self.packing}"']
+        beside += [] if self.format == "text" else [f'data.format = "{self.format}"']
+        if self.stream and beside:
             raise ValueError(
-                "data.stream reads plain text sequentially, without data.weights, data.join, other data.packing, "
-                "conversations or preferences; leave those out or prepare the data"
+                f"data.stream = true reads plain text sequentially, without {' or '.join(beside)}; leave those out or "
+                "prepare the data"
             )
         tokens = [stage.tokens for stage in self.stages]
         if tokens != sorted(set(tokens)):

@@ -28,7 +28,7 @@ from meshwright.train.meter import FLOPS_CONVENTION
 from meshwright.train.optimizer import build_optimizer, clip_gradients, states_of
 from meshwright.train.out_of_memory import OutOfMemory, memory_errors_explained
 from meshwright.train.outcome import Outcome
-from meshwright.train.preference import BLANK, PairScore, find_references, score_pairs
+from meshwright.train.preference import BLANK, Answers, PairScore, answers_of, find_references, score_pairs
 from meshwright.train.progress import ConsoleProgress
 from meshwright.train.recorder import Progress, Recorder, Silent
 from meshwright.train.scaling import LossScale
@@ -42,6 +42,7 @@ __all__ = [
     "BLANK",
     "FLOPS_CONVENTION",
     "Activity",
+    "Answers",
     "Around",
     "AsynchronousTrainer",
     "ConsoleProgress",
@@ -58,6 +59,7 @@ __all__ = [
     "Trace",
     "TraceSteps",
     "Trainer",
+    "answers_of",
     "build_optimizer",
     "choose_attention",
     "choose_device",

@@ -4,6 +4,7 @@ from meshwright.calls import callable_as
 from meshwright.verify.check import FORMATS, Check, Verdict, check, check_job
 from meshwright.verify.collectives import Calls, Contract, Outcome, merged
 from meshwright.verify.compare import Comparison, compare, worst
+from meshwright.verify.features import features_of
 from meshwright.verify.generate import Draw, draw
 from meshwright.verify.gpu_replay import replay_on_gpu
 from meshwright.verify.layer import LayerGrade, grade_layer
@@ -37,6 +38,7 @@ __all__ = [
     "check_job",
     "compare",
     "draw",
+    "features_of",
     "grade_layer",
     "load_matrix",
     "merged",

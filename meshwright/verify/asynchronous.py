@@ -5,6 +5,7 @@ any of them; forward and backward of that step both use those weights. The updat
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ from meshwright.job.devices import Layout
 from meshwright.layout import split_layers
 from meshwright.model import build_architecture
 from meshwright.model.sharding import LOOKED_UP
-from meshwright.parallel import OneStage, WholeWeights
+from meshwright.parallel import OneStage, Weights, WholeWeights
 from meshwright.parallel.weights import square_sum
 from meshwright.train import Trainer, clip_gradients, windows
 from meshwright.verify.observe import Observation, observe
@@ -28,12 +29,16 @@ STALE_REFERENCE = "reference: one process with the same staleness"
 
 
 def observe_stale(
-    job: Job, master: torch.dtype | None, device: str = "cpu", choices: Choices | None = None
+    job: Job,
+    master: torch.dtype | None,
+    device: str = "cpu",
+    choices: Choices | None = None,
+    change: Callable[[Weights], None] | None = None,
 ) -> Observation:
     """Train an asynchronous job in this process alone, as stale as its pipeline would be, and return what was
     observed."""
     alone = job.model_copy(update={"layout": Layout()})
-    return observe(alone, master, device, choices, partial(_StaleTraining, stages=_stages(job)))
+    return observe(alone, master, device, choices, partial(_StaleTraining, stages=_stages(job)), change)
 
 
 def _stages(job: Job) -> list[set[str]]:

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 
@@ -19,14 +19,16 @@ from meshwright.verify.asynchronous import observe_stale
 from meshwright.verify.collectives import Contract, prove
 from meshwright.verify.compare import BOUNDS, Comparison, compare, first_wrong, zero_gradients
 from meshwright.verify.compressed import is_lossy, observe_compressed
-from meshwright.verify.exercised import check_dropping, check_exercised
+from meshwright.verify.exercised import unexercised, without_signs_of_rounding
 from meshwright.verify.fused import check_fused, fused_notes
 from meshwright.verify.leaks import leaks_of_own_model
 from meshwright.verify.observe import Observation, observe, observe_own
+from meshwright.verify.pair_sizes import PairSizes
 from meshwright.verify.ranks import RankError, RankGroup, run_ranks
 from meshwright.verify.recorded import CheckRecords
 from meshwright.verify.replay import Choices, Replayed, routes
-from meshwright.verify.vacuous import require_routing
+from meshwright.verify.sensitivity import SAMPLES, exceeds, perturbation, with_sensitivity
+from meshwright.verify.vacuous import require_dropping, require_exercised, require_routing
 
 FORMATS = (*BOUNDS, *formats.UNITS)
 TIMEOUT_S = 180.0
@@ -137,20 +139,39 @@ class Check:
         zeros = zero_gradients(plain)
         if self.dtype in formats.UNITS:
             rows = formats.compare_formats(ranks, alone, exact, self.job)
+            if exceeds(rows):
+                rows = with_sensitivity(rows, exact, self._perturbed(exact), zero_gradients(exact))
         else:
-            rows = compare(ranks, alone, self.dtype, zeros if self.dtype == "float32" else ())
+            zeros_here = zeros if self.dtype == "float32" else ()
+            rows = compare(ranks, alone, self.dtype, zeros_here, PairSizes.of(self.job, exact))
         replayed = Replayed.of(rank.replayed for rank in ranks)
         if replayed is not None:
             rows.append(formats.routing_row(self.job, self.dtype, replayed))
-        compared = check_exercised(rows, self.job, zeros) + check_dropping(self.job, plain)
+        compared = without_signs_of_rounding(rows, self.job, zeros)
         fused = [rank.fused for rank in ranks]
         compared += check_fused(self.job, self.device, fused) + leaks(self.job)
-        if exact.choices is not None and all(row.ok is not False for row in compared):
-            require_routing(self.job, exact.choices)
+        if all(row.ok is not False for row in compared):  # a difference counts for more
+            require_exercised(self.job, unexercised(self.job, zeros))
+            require_dropping(self.job, plain)
+            if exact.choices is not None:
+                require_routing(self.job, exact.choices)
         notes = [*self.notes, *fused_notes(self.job, self.device, fused)]
         notes += [] if replayed is None else [f"{self.dtype}: {replayed}"]
         seconds = time.monotonic() - self._started
         return Verdict(self.job, self.dtype, compared, seconds, contract, notes, replayed)
+
+    def _perturbed(self, exact: Observation) -> list[Observation]:
+        """What one process observes in float64 from weights that rounding has changed, routed as without it."""
+        job, master = _in_format(_reference_job(self.job), "float64")
+        run = observe_stale if is_asynchronous(job) else observe
+        return [
+            run_ranks(
+                partial(run, change=perturbation(formats.UNITS[self.dtype], sample)),
+                *(1, job, master, self.device, exact.choices),
+                timeout_s=TIMEOUT_S,
+            )[0]
+            for sample in range(SAMPLES)
+        ]
 
     def close(self) -> None:
         """End the ranks."""
@@ -206,13 +227,16 @@ def reference(job: Job, dtype: str, device: str = "cpu") -> Observation:
     """
     job, _ = _in_format(job, dtype)
     registered = OPTIMIZERS.changes + SCHEDULES.changes + LOSSES.changes
-    plain = job if is_asynchronous(job) or is_lossy(job.layout) else in_one_process(job)
-    return _reference(plain.model_dump_json(), dtype, device, registered)
+    return _reference(_reference_job(job).model_dump_json(), dtype, device, registered)
 
 
 def leaks(job: Job) -> list[Comparison]:
     """Whether a model of the user's own lets an output depend on a later token or another document, in float64."""
     return leaks_of_own_model(in_one_process(_in_format(job, "float64")[0]))
+
+
+def _reference_job(job: Job) -> Job:
+    return job if is_asynchronous(job) or is_lossy(job.layout) else in_one_process(job)
 
 
 def in_one_process(job: Job) -> Job:

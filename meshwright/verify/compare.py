@@ -9,16 +9,17 @@ import torch
 from torch import Tensor
 
 from meshwright.verify.observe import Observation, Shard
+from meshwright.verify.pair_sizes import PairSizes
 
 Kind = Literal[
-    "loss", "norm", "evaluation", "gradient", "update", "metric", "fused", "sum", "routing", "weight", "state", "data",
-    "leak",
+    "loss", "norm", "evaluation", "margin", "gradient", "update", "metric", "fused", "sum", "routing", "weight", "state",
+    "data", "leak",
 ]  # fmt: skip
 
 BOUNDS: dict[str, dict[Kind, float]] = {
-    "float64": dict.fromkeys(("loss", "norm", "evaluation", "gradient", "update", "metric"), 1e-9),
+    "float64": dict.fromkeys(("loss", "norm", "evaluation", "margin", "gradient", "update", "metric"), 1e-9),
     # Adam's first steps are nearly the sign of the gradient, so in float32 an update shows rounding, not bugs.
-    "float32": dict.fromkeys(("loss", "norm", "evaluation", "gradient"), 1e-5),
+    "float32": dict.fromkeys(("loss", "norm", "evaluation", "margin", "gradient"), 1e-5),
 }
 """Largest error that counts as equal, by number format; kinds without a bound are shown without a verdict.
 
@@ -54,15 +55,20 @@ class Comparison:
 
 
 def compare(
-    ranks: Sequence[Observation], reference: Observation, dtype: str, zeros: Collection[str] = ()
+    ranks: Sequence[Observation],
+    reference: Observation,
+    dtype: str,
+    zeros: Collection[str] = (),
+    pairs: PairSizes | None = None,
 ) -> list[Comparison]:
-    """Every loss, norm, evaluation, metric, first-step gradient and update of all ranks compared with the reference's,
-    in that order.
+    """Every loss, norm, evaluation, margin of preferences, metric, first-step gradient and update of all ranks compared
+    with the reference's, in that order.
 
     `zeros` are parameters whose gradient is mathematically zero: in float32 they hold rounding far above FLOOR, so they
     are measured against the largest gradient entry instead.
     """
     bounds = BOUNDS[dtype]
+    margin_floor = 0.0 if pairs is None else pairs.margin_size
     gradients = {name: shard.values for name, shard in reference.gradients.items()}
     updates = {name: shard.values for name, shard in reference.updates.items()}
     largest = _largest(gradients.values())
@@ -78,6 +84,11 @@ def compare(
         "evaluation",
         series_errors([rank.evaluations for rank in ranks], reference.evaluations, floor),
         bounds.get("evaluation"),
+    )
+    rows += series_rows(
+        "margin",
+        series_errors([rank.margins for rank in ranks], reference.margins, margin_floor),
+        bounds.get("margin"),
     )
     for name, expected in sorted(reference.metrics.items()):
         errors = series_errors([rank.metrics.get(name, []) for rank in ranks], expected, floor)
@@ -143,7 +154,7 @@ def series_errors(ranks: list[list[float]], expected: list[float], floor: float 
 
 def series_rows(kind: Kind, errors: list[float], bound: float | None, of: str = "") -> list[Comparison]:
     """A row for each step's or evaluation's number."""
-    of = of or ("evaluation" if kind == "evaluation" else "step")
+    of = of or ("evaluation" if kind in ("evaluation", "margin") else "step")
     return [Comparison(kind, f"{of} {number}", error, bound) for number, error in enumerate(errors, 1)]
 
 

@@ -1,9 +1,17 @@
 """The text of a check: synthetic documents so unequal that no two ranks count the same number of tokens."""
 
-import numpy as np
-from numpy.typing import NDArray
+import json
+from itertools import pairwise
 
-from meshwright.data import Corpus, Slots
+import fsspec
+import numpy as np
+import tokenizers
+from numpy.typing import NDArray
+from tokenizers import models, pre_tokenizers
+
+from meshwright.data import Corpus, MemoryTokens, Slots, Tokenizer
+from meshwright.data.raw import list_inputs, plan_units
+from meshwright.data.streaming import Flow
 from meshwright.job import Job
 
 TOKENS = 4096
@@ -12,6 +20,7 @@ LEAST_SOURCE = 512
 LONGEST = 40
 SEED = 11
 """With this, no two ranks of the matrix's layouts count the same number of valid tokens in a step."""
+STREAMED_FILES = 4
 HELD_OUT = 3
 """Held-out sequences: an odd number, so that the last batch of an evaluation is short."""
 
@@ -81,6 +90,9 @@ class UnequalPairs(UnequalDocuments):
 def unequal_corpus(job: Job) -> Corpus:
     """A corpus of such documents at the job's sizes, training and held-out text apart, with as many sources."""
     vocabulary, held_out = job.model.vocab_size, HELD_OUT * job.batch.sequence_length + 1
+    if job.data.stream:
+        validation = UnequalDocuments(vocabulary, held_out, SEED + 1)
+        return Corpus(None, MemoryTokens([], []), validation, None, flow=_flow(job))
     sources, learn_some = len(job.data.sources), job.data.format == "conversations"
     sizes = (max(TOKENS, sources * LEAST_SOURCE), held_out)
     train, validation = (
@@ -92,3 +104,30 @@ def unequal_corpus(job: Job) -> Corpus:
     encoder = job.model.encoder
     slots = None if encoder is None else Slots.of(encoder)
     return Corpus(None, train, validation, None, train.parts(sources) if sources > 1 else (), noise=slots)
+
+
+def _flow(job: Job) -> Flow:
+    """The same documents as JSONL files in this process's memory, in which a token is a number."""
+    documents = UnequalDocuments(job.model.vocab_size - 1, TOKENS, SEED)
+    bounds = [*documents.starts_between(0, TOKENS).tolist(), TOKENS]
+    texts = [" ".join(map(str, documents.read(start, stop))) for start, stop in pairwise(bounds)]
+    system = fsspec.filesystem("memory")
+    for number in range(STREAMED_FILES):
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in texts[number::STREAMED_FILES])
+        system.pipe_file(f"/meshwright-verify/{number}.jsonl", lines.encode())
+    inputs = list_inputs(["memory://meshwright-verify"])
+    words = models.WordLevel({str(token): token for token in range(job.model.vocab_size)}, unk_token="0")
+    inner = tokenizers.Tokenizer(words)
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return Flow(
+        units=tuple(plan_units(inputs.files, max(file.size_bytes for file in inputs.files))),
+        shards=min(job.data.virtual_shards, STREAMED_FILES),
+        tokenizer=Tokenizer(inner, end_of_text=job.model.vocab_size - 1),
+        text_field="text",
+        validation_fraction=0.0,
+        shuffle_buffer=job.data.shuffle_buffer,
+        mask_documents=job.data.mask_documents,
+        identity="",
+        notes=(),
+        most_tokens=None,
+    )

@@ -9,7 +9,6 @@ from meshwright.job import Job
 from meshwright.model import build_architecture
 from meshwright.model.encoder import is_unused
 from meshwright.verify.compare import Comparison
-from meshwright.verify.observe import Observation
 
 SIGN_LIKE = ("lion", "muon")
 """Optimizers whose update is as large for pure rounding errors as for any other gradient."""
@@ -31,23 +30,15 @@ def zero_by_mathematics(job: Job, zeros: Collection[str]) -> set[str]:
     return {name for name in biases if architecture.role(name.removesuffix(".bias")) == "kv-column"}
 
 
-def check_exercised(rows: list[Comparison], job: Job, zeros: Collection[str]) -> list[Comparison]:
-    """The rows: those that compare only rounding errors fail, and those that amplify them get no verdict."""
+def unexercised(job: Job, zeros: Collection[str]) -> list[str]:
+    """Parameters whose gradient should not be zero but is."""
     expected = zero_by_mathematics(job, zeros)
-    compared = []
-    for row in rows:
-        if row.kind == "gradient" and row.name in zeros and row.name not in expected:
-            row = replace(row, note="only rounding errors arrive here: the check says nothing about this parameter")
-        elif row.kind == "update" and row.name in expected and job.optimizer.name in SIGN_LIKE:
-            row = replace(row, bound=None)
-        compared.append(row)
-    return compared
+    return sorted(name for name in zeros if name not in expected)
 
 
-def check_dropping(job: Job, alone: Observation) -> list[Comparison]:
-    """A row that fails if experts have a capacity and one process dropped nothing: dropping would not be checked."""
-    experts = job.model.experts
-    if experts is None or experts.capacity is None or any(alone.metrics["expert_dropped"]):
-        return []
-    note = f"no token was dropped: the check says nothing about model.experts.capacity = {experts.capacity:g}; lower it"
-    return [Comparison("metric", "expert_dropped", 0.0, None, note)]
+def without_signs_of_rounding(rows: list[Comparison], job: Job, zeros: Collection[str]) -> list[Comparison]:
+    """The rows: updates that amplify nothing but rounding errors get no verdict."""
+    if job.optimizer.name not in SIGN_LIKE:
+        return rows
+    unjudged = zero_by_mathematics(job, zeros)
+    return [replace(row, bound=None) if row.kind == "update" and row.name in unjudged else row for row in rows]

@@ -21,13 +21,20 @@ norm        0.39 √R · u: of the error that is expected of all gradients, a no
 loss        √R · u / √T with the roundings of the forward pass, for the mean of T tokens with independent errors
 update      as gradients, plus what the optimizer's states round. AdamW has eps 1 here, where an update follows its
             gradient smoothly: with a small eps it is nearly the gradient's sign, which is arbitrary for small entries.
-            Lion, Muon and Adafactor have no such setting; their updates get only the second check.
+            A clipped gradient gets a higher rate instead, or fp32 could not hold the weight and the change of it.
+            Lion's update is a sign: of entries that are normally distributed, a share ε/π changes it if they err by ε,
+            and each then by 2; a tensor's few entries differ from that share by chance, as three of them.
+            Muon and Adafactor have no such setting; their updates get only the second check.
+pairs       of answers have losses of small differences of large sums, which `pair_sizes` derives.
 
 A bound of 1 would allow anything, so no bound is above 0.9.
 
 **A second check** is tighter than what must hold for all models. One process in the same format makes errors of the
 same kind; a layout's may be at most 3 times as large for one tensor (few entries spread widely) and twice for all
 parameters together. Both are made: the first detects a bug that one process has too.
+
+**Sensitivity.** Keys of sharp attention and sums that nearly cancel err by more than the path explains. Where a
+tensor exceeds its bound, `sensitivity` measures how strongly it responds to rounding, in float64.
 
 **Experts.** A token whose scores for two experts are close goes to either of them after rounding, so such a run is
 given the choices of one process in float64 (`replay`). Its own routers' choices are compared with these: at most
@@ -53,6 +60,7 @@ from meshwright.verify.compare import Comparison, Kind, differences, series_erro
 from meshwright.verify.compressed import is_lossy
 from meshwright.verify.documents import HELD_OUT
 from meshwright.verify.observe import Observation, Shard
+from meshwright.verify.pair_sizes import PairSizes
 from meshwright.verify.replay import Replayed
 
 UNITS = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp8": 2.0**-8}
@@ -70,12 +78,14 @@ MOST_NARROW = 0.9
 """Share of a sum's entries that may fit 16 bits; of correct sums of two a third do (measured)."""
 FEW_CHOICES = 3
 """Of a check with few tokens, how many may differ in any format."""
-SERIES: dict[Kind, str] = {"loss": "losses", "norm": "norms", "evaluation": "evaluations"}
+SERIES: dict[Kind, str] = {"loss": "losses", "norm": "norms", "evaluation": "evaluations", "margin": "margins"}
 TENSORS: dict[Kind, str] = {"gradient": "gradients", "update": "updates"}
 ALL = "all parameters"
 HEAD_MULTIPLE = 8
 """Of a head's width and of experts' sides, for the kernels of GPUs."""
 SMOOTH = {"lr": 1e-2, "eps": 1.0}
+FEW_SIGNS = 3
+"""Entries of a tensor whose sign may change by chance, however few are expected to."""
 
 
 def own_format(job: Job) -> str | None:
@@ -94,8 +104,11 @@ def in_format(job: Job, name: str) -> tuple[Job, list[str]]:
     notes = []
     changed: dict[str, Any] = {"precision": job.precision.model_copy(update={"compute": name})}
     if _follows_gradients(job):
-        changed["optimizer"] = job.optimizer.model_copy(update=SMOOTH)
-        notes.append(f"{name}: optimizer with lr 1e-2 and eps 1, so that an update's error follows its gradient's")
+        rate = SMOOTH["lr"] / min(1.0, job.optimizer.clip or 1.0)
+        changed["optimizer"] = job.optimizer.model_copy(update=SMOOTH | {"lr": rate})
+        notes.append(
+            f"{name}: optimizer with lr {rate:.3g} and eps 1, so that an update's error follows its gradient's"
+        )
     if is_lossy(job.layout):
         changed["layout"] = job.layout.model_copy(update={"compress": "none"})
         notes.append(
@@ -117,26 +130,46 @@ def in_format(job: Job, name: str) -> tuple[Job, list[str]]:
 def compare_formats(ranks: Sequence[Observation], alone: Observation, exact: Observation, job: Job) -> list[Comparison]:
     """The ranks' run in the job's format against float64, by the bounds above and by one process in the format."""
     forward, backward = _variance(job)
-    path, tokens = math.sqrt(forward + backward), job.batch.global_batch * job.batch.sequence_length
+    path = math.sqrt(forward + backward)
     states = STATE_UNITS[job.precision.optimizer_states]
-    of_tensors = TENSOR_FACTOR * path
-    bounds: dict[Kind, float | None] = {
-        "loss": math.sqrt(forward / tokens),
-        "norm": EXPECTED * path,
-        "evaluation": math.sqrt(forward / (HELD_OUT * job.batch.sequence_length)),
-        "gradient": of_tensors,
-        "update": math.hypot(of_tensors, states) if _follows_gradients(job) else None,
-    }
+    pairs = PairSizes.of(job, exact)
+    factor = 0.0 if pairs is None else pairs.factor_error(exact.losses[0], math.sqrt(forward))
+    of_tensors = TENSOR_FACTOR * math.hypot(path, factor)
     rows = []
     for kind, field in SERIES.items():
-        errors = series_errors([getattr(rank, field) for rank in ranks], getattr(exact, field))
-        rows += series_rows(kind, errors, _below_all(bounds[kind]))
+        expected = getattr(exact, field)
+        floor = pairs.margin_size if pairs is not None and kind == "margin" else 0.0
+        errors = series_errors([getattr(rank, field) for rank in ranks], expected, floor)
+        bounds = _series_bounds(kind, job, expected, exact.losses, pairs)
+        pairs_of = zip(series_rows(kind, errors, None), bounds, strict=True)
+        rows += [replace(row, bound=_below_all(bound)) for row, bound in pairs_of]
     zeros = zero_gradients(exact)
-    for kind, field in TENSORS.items():
+    of_updates = math.hypot(of_tensors, states) if _follows_gradients(job) else None
+    for kind, field, bound in (("gradient", "gradients", of_tensors), ("update", "updates", of_updates)):
         seen = [getattr(rank, field) for rank in ranks]
-        rows += _tensors(kind, seen, getattr(alone, field), getattr(exact, field), zeros, bounds[kind])
+        signs = of_tensors if kind == "update" and job.optimizer.name == "lion" else None
+        rows += _tensors(kind, seen, getattr(alone, field), getattr(exact, field), zeros, bound, signs)
     rows += _sums(job, [rank.gradients for rank in ranks])
     return [replace(row, format=job.precision.compute) for row in rows]
+
+
+def _series_bounds(
+    kind: Kind, job: Job, expected: Sequence[float], losses: Sequence[float], pairs: PairSizes | None
+) -> list[float]:
+    """The bound of every number of a series."""
+    forward, backward = _variance(job)
+    held_out, step = HELD_OUT * job.batch.sequence_length, job.batch.global_batch * job.batch.sequence_length
+    if pairs is None:
+        tokens = held_out if kind == "evaluation" else step
+        bound = EXPECTED * math.sqrt(forward + backward) if kind == "norm" else math.sqrt(forward / tokens)
+        return [bound] * len(expected)
+    unit = math.sqrt(forward)
+    if kind == "margin":
+        return [unit] * len(expected)
+    if kind == "norm":
+        path = EXPECTED * math.sqrt(forward + backward)
+        return [math.hypot(path, pairs.factor_error(loss, unit)) for loss in losses]
+    return [pairs.loss_error(loss, unit) for loss in expected]
 
 
 def routing_row(job: Job, dtype: str, replayed: Replayed) -> Comparison:
@@ -177,8 +210,10 @@ def _tensors(
     exact: dict[str, Shard],
     zeros: Collection[str],
     bound: float | None,
+    signs: float | None,
 ) -> list[Comparison]:
-    """A row for each parameter, and one for all together."""
+    """A row for each parameter, and one for all together; `signs` is the bound of the gradients whose signs these are,
+    if they are."""
     wholes = {name: shard.values for name, shard in exact.items()}
     off = {name: differences([held[name] for held in ranks if name in held], whole) for name, whole in wholes.items()}
     off_alone = {name: differences([alone[name]], whole)[0] for name, whole in wholes.items()}
@@ -190,11 +225,19 @@ def _tensors(
     middle = median(errors_alone.values())
     together = TIMES_ALONE_TOGETHER * _norm(off_alone.values()) / everything
     error = _norm(found for found, _ in off.values()) / everything
-    rows = [Comparison(kind, ALL, error, _below_all(bound, together))]
+    by_chance = 0.0 if signs is None else _changed_signs(signs, size)
+    rows = [Comparison(kind, ALL, error, _below_all(bound, max(together, by_chance)))]
     for name, (found, note) in off.items():
         calibrated = TIMES_ALONE * max(errors_alone[name], middle)
+        if signs is not None:
+            calibrated = _changed_signs(signs, wholes[name].numel())
         rows.append(Comparison(kind, name, float(found.norm()) / scales[name], _below_all(bound, calibrated), note))
     return rows
+
+
+def _changed_signs(gradient: float, entries: int) -> float:
+    """The error of signs of entries that err by a bound, relative to all signs."""
+    return 2 * math.sqrt(gradient / math.pi + FEW_SIGNS / entries)
 
 
 def _sums(job: Job, ranks: list[dict[str, Shard]]) -> list[Comparison]:

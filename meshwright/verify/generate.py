@@ -15,35 +15,24 @@ from meshwright.job import Job, job_of_table
 from meshwright.layout import budget_span, ranks_of, require_layout, table_of
 from meshwright.pipeline import SCHEDULES, require_schedule, unchecked_table
 from meshwright.verify.documents import HELD_OUT
-from meshwright.verify.generate_tuning import tune
+from meshwright.verify.generate_model import FAMILIES, add_encoder, add_extra_tokens, draw_shape
+from meshwright.verify.generate_tuning import add_adapter, prefer
 from meshwright.verify.mistakes import slip
 from meshwright.verify.notation import in_a_line
 
 Table = dict[str, Any]
 
-RANKS = {2: 18, 3: 6, 4: 30, 6: 12, 8: 26, 12: 4, 16: 4}
-"""How often each number of ranks is drawn."""
+RANKS = {2: 40, 3: 10, 4: 34, 6: 5, 8: 9, 12: 1, 16: 1}
+"""How often each number of ranks is drawn: mostly few, since a job takes about a second of a core per rank."""
 MOST_STAGE_RANKS = 6
 """A deeper pipeline has no other kind of rank, and takes minutes where ranks share a core."""
-MOST_COMPILED_RANKS = 4
-FAMILIES: dict[str, Table] = {
-    "llama": {},
-    "llama3": {"rope_theta": 500000.0},
-    "qwen2": {"qkv_bias": True},
-    "qwen3": {"qk_norm": True, "norm_eps": 1e-6},
-    "gpt2": {
-        "norm": "layernorm",
-        "activation": "gelu",
-        "positions": "learned",
-        "qkv_bias": True,
-        "linear_bias": True,
-    },
-    "mistral": {"sliding_window": 7},
-}
-TIED_SHARE = {"qwen2": 0.7, "qwen3": 0.7, "gpt2": 0.8}
-VISION_SHARE = 0.12
-IMAGE_SIZE, PATCH = 8, 4
-PICTURED_SEQUENCES = 8
+MOST_COMPILED_RANKS = 2
+COMPILED_SHARE = 0.02
+"""Of jobs with so few ranks: the compiler takes longer than all else in a check."""
+KINDS = {"whole": 40, "adapter": 25, "encoder": 18, "extra tokens": 17}
+"""What a job trains; each excludes the others."""
+PREFERENCES_SHARE, STREAM_SHARE = 0.25, 0.15
+"""Of the jobs that they do not exclude."""
 COMPRESSIONS = ("topk", "fp16", "bf16", "int8", "powersgd")
 
 
@@ -90,15 +79,11 @@ def draw(seed: int, number: int) -> Draw:
     accumulation = _pipeline(rng, layout) if layout["pp"] > 1 else rng.choice((1, 1, 2, 3))
     _settings(rng, layout)
     family = rng.choice(tuple(FAMILIES))
-    table["model"] = _model(rng, family, layout, accumulation)
-    table["batch"] = _batch(rng, layout, accumulation)
+    table["model"] = draw_shape(rng, family, layout, _stages(layout, accumulation))
+    table["batch"] = _batch(rng, layout, accumulation, routes="experts" in table["model"])
     table["model"]["max_sequence_length"] = table["batch"]["sequence_length"] + rng.choice((0, 0, 5))
     table |= _training(rng, layout, table["batch"]["sequence_length"])
-    tune(Random(f"{seed}/{number}/tuning"), table)  # on its own, so that the rest is drawn as it was
-    pictures = Random(f"{seed}/{number}/vision")  # likewise
-    if "adapter" not in table["model"] and "preference" not in table and pictures.random() < VISION_SHARE:
-        table["model"]["vision"] = _vision(pictures, table)
-        family = f"{family} with pictures"
+    _train_as(rng.choices(tuple(KINDS), tuple(KINDS.values()))[0], rng, table)
     table["memory"] = _memory(rng, table)
     if rng.random() < 1 / 6:
         slip(rng, table)
@@ -163,63 +148,25 @@ def _compression(rng: Random, layout: Table) -> Table:
     }
 
 
-def _model(rng: Random, family: str, layout: Table, accumulation: int) -> Table:
-    tp = layout["tp"]
-    parts = tp * (layout["cp"] if layout.get("cp_method") == "ulysses" else 1)
-    heads = parts * rng.choice([times for times in (1, 2, 3, 6) if times == 1 or parts * times <= 12])
-    kv_heads = rng.choice([count for count in range(1, heads + 1) if heads % count == 0])
-    if kv_heads % tp or rng.random() < 0.1:
-        layout["kv_replicate"] = True
-    traits = dict(FAMILIES[family])
-    if rng.random() < 0.2:  # a trait of another family
-        traits |= dict([rng.choice([trait for other in FAMILIES.values() for trait in other.items()])])
-    head_dim = rng.choice((2, 4, 4, 6, 8) if traits.get("positions") != "learned" else (3, 4, 5, 8))
-    as_wide = rng.random() < (0.3 if family == "qwen3" else 0.7)
-    stages = _stages(layout, accumulation)
-    layers = stages + rng.randrange(3)
-    if stages > 1 and rng.random() < 0.2:
-        cuts = sorted(rng.sample(range(1, layers), stages - 1))
-        layout["split"] = [stop - start for start, stop in zip([0, *cuts], [*cuts, layers], strict=True)]
-    if traits.get("positions") != "learned" and rng.random() < 0.2:
-        traits["rope_scaling"] = {"factor": rng.choice((2.0, 8.0)), "original_max_sequence_length": rng.choice((8, 16))}
-    return traits | {
-        "vocab_size": rng.randint(41, 60),
-        "width": heads * head_dim if as_wide else rng.randint(10, 40),
-        "layers": layers,
-        "heads": heads,
-        "kv_heads": kv_heads,
-        "head_dim": head_dim,
-        "ffn_width": tp * max(1, rng.randint(18, 44) // tp),
-        "tied": layout.get("schedule") != "pipedream" and rng.random() < TIED_SHARE.get(family, 0.3),
-        "dropout": rng.choice((0.0, 0.0, 0.0, 0.1, 0.4)),
-    }
+def _train_as(kind: str, rng: Random, table: Table) -> None:
+    """Add adapters, an encoder or extra tokens, and what the loss is computed from, in place."""
+    if kind == "encoder":
+        add_encoder(rng, table)
+    elif kind == "extra tokens":
+        add_extra_tokens(rng, table)
+    elif kind == "adapter":
+        add_adapter(rng, table)
+    if (kind in ("whole", "adapter") or rng.random() < 0.03) and rng.random() < PREFERENCES_SHARE:
+        prefer(rng, table)
+    elif kind != "encoder" and table["layout"].get("schedule") != "pipedream" and rng.random() < STREAM_SHARE:
+        _stream(rng, table["data"])
 
 
-def _vision(rng: Random, table: Table) -> Table:
-    """An encoder of pictures that tp divides, with the decoder, which it then must divide too; and sequences enough for
-    some pictures to be in front of a label."""
-    layout, tp, batch = table["layout"], table["layout"]["tp"], table["batch"]
-    times = -(-PICTURED_SEQUENCES // batch["global_batch"])
-    batch.update(micro_batch=times * batch["micro_batch"], global_batch=times * batch["global_batch"])
-    heads, used, select = tp * rng.choice((1, 1, 2)), rng.choice((1, 2)), rng.choice((-1, -1, -2))
-    table["model"]["width"] = tp * -(-table["model"]["width"] // tp)
-    if rng.random() < 0.8:  # otherwise either is refused
-        layout.pop("compress", None)
-        if layout.get("schedule") == "pipedream":
-            layout["schedule"] = "1f1b"
-    parts = (["encoder", "projector", "decoder"], ["projector", "decoder"], ["encoder", "projector"], ["projector"])
-    return {
-        "kind": rng.choice(("clip", "siglip")),
-        "image_size": IMAGE_SIZE,
-        "patch": PATCH,
-        "width": heads * rng.choice((2, 4, 5)),
-        "heads": heads,
-        "ffn_width": tp * rng.randint(3, 12),
-        "layers": used - select - 1,
-        "select_layer": select,
-        "images": rng.choice((1, 2)),
-        "train": rng.choices(parts, (4, 2, 1, 1))[0],
-    }
+def _stream(rng: Random, data: Table) -> None:
+    data |= {"stream": True, "virtual_shards": rng.choice((2, 3, 4)), "shuffle_buffer": rng.choice((1, 3, 4))}
+    if rng.random() < 0.95:  # otherwise some are refused
+        data |= {"format": "text", "packing": "concatenate"}
+        data.pop("weights", None)
 
 
 def _stages(layout: Table, accumulation: int) -> int:
@@ -232,9 +179,9 @@ def _stages(layout: Table, accumulation: int) -> int:
     return made.stages // made.parameter_copies
 
 
-def _batch(rng: Random, layout: Table, accumulation: int) -> Table:
+def _batch(rng: Random, layout: Table, accumulation: int, *, routes: bool) -> Table:
     cp, tp = layout["cp"], layout["tp"]
-    unit = lcm(2 * cp if cp > 1 else 1, cp * tp if layout.get("sp", True) else cp)
+    unit = lcm(2 * cp if cp > 1 else 1, cp * tp if routes or layout.get("sp", True) else cp)
     micro_batch = rng.choice((1, 1, 1, 2, 3))
     data_parallel = layout["dp_replicate"] * layout["dp_shard"]
     return {
@@ -288,7 +235,7 @@ def _training(rng: Random, layout: Table, sequence: int) -> Table:
             "steps": steps,
             "seed": rng.randrange(1000),
             "device": "cpu",
-            "compile": ranks <= MOST_COMPILED_RANKS and rng.random() < 1 / 14,
+            "compile": ranks <= MOST_COMPILED_RANKS and rng.random() < COMPILED_SHARE,
             "on_bad_step": rng.choice(("stop", "skip", "keep")),
         },
     }
@@ -313,8 +260,16 @@ def _memory(rng: Random, table: Table) -> Table:
         recompute = _budget(table, share)
     memory: Table = {"recompute": recompute}
     if not stale and rng.random() < 0.15:
-        memory["offload"] = rng.choice((["optimizer"], ["params"], ["activations"], ["params", "activations"]))
+        kept_on_device = rng.random() < 0.8 and _excludes_offload(table)  # otherwise it is refused
+        some = (["optimizer"], ["params"], ["activations"], ["params", "activations"])
+        memory["offload"] = ["activations"] if kept_on_device else rng.choice(some)
     return memory
+
+
+def _excludes_offload(table: Table) -> bool:
+    """Whether gradients in 16 bits, compressed ones, or quantised weights stay on the device."""
+    base = table["model"].get("adapter", {}).get("base", "compute")
+    return table["precision"]["gradients"] == "bf16" or "compress" in table["layout"] or base != "compute"
 
 
 def _budget(table: Table, share: float) -> Any:

@@ -16,6 +16,7 @@ from meshwright.verify.check import Check, Verdict
 from meshwright.verify.ranks import RankError, RankTimeout
 from meshwright.verify.run_check import Train, check_run
 from meshwright.verify.run_plan import as_run
+from meshwright.verify.vacuous import Vacuous
 
 FILES = tuple(
     f"{name}.toml"
@@ -31,7 +32,7 @@ SECTIONS = (
 )
 POLL_S = 0.05
 
-Failure = Literal["refused", "hung", "crashed"]
+Failure = Literal["refused", "vacuous", "hung", "crashed"]
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,9 @@ def _result_if_ready(line: Line, check: Check) -> LineResult | None:
 
 def _failed(line: Line, error: RankError | UserError) -> LineResult:
     failure: Failure = "crashed"
-    if isinstance(error, UserError | RankTimeout):
+    if isinstance(error, Vacuous):
+        failure = "vacuous"
+    elif isinstance(error, UserError | RankTimeout):
         failure = "refused" if isinstance(error, UserError) else "hung"
     return LineResult(line, None, str(error), failure)
 

@@ -16,7 +16,7 @@ from meshwright.model.adapter import A, B
 from meshwright.model.quantised_linear import SCALES
 from meshwright.parallel import Engine, ShardIndex, Weights, build, join_world, quantised_linears, table_error
 from meshwright.ranks import ALONE, own_place
-from meshwright.train import LossScale, find_references, make_trainer
+from meshwright.train import Answers, LossScale, answers_of, find_references, held_out_batches, make_trainer
 from meshwright.verify.documents import unequal_corpus
 from meshwright.verify.replay import Choices, Recording, Replayed, Replaying, routes
 
@@ -50,6 +50,10 @@ class Observation:
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     evaluations: list[float] = field(default_factory=list)
+    margins: list[float] = field(default_factory=list)
+    """Of held-out pairs of answers at every evaluation, if the job learns from them."""
+    answers: Answers | None = None
+    """Of one process: what the model gives held-out pairs before the first step."""
     gradients: dict[str, Shard] = field(default_factory=dict)
     """Of the first step, as they are before clipping, without the loss scale of fp16."""
     updates: dict[str, Shard] = field(default_factory=dict)
@@ -70,9 +74,10 @@ def observe(
     device: str = "cpu",
     choices: Choices | None = None,
     make: Callable[..., Any] = make_trainer,
+    change: Callable[[Weights], None] | None = None,
 ) -> Observation:
     """Train the job on this rank, in its place in the world and in the loop that `make` creates; return what was
-    observed. Tokens go to the experts of `choices` if they are given."""
+    observed. Tokens go to the experts of `choices` if they are given; `change` may alter the initial weights."""
     warnings.filterwarnings("ignore", message="mkldnn_matmul failed")  # a CPU without 16-bit products is only slower
     world = join_world(job, _own_device(device))
     routing: Recording | Replaying | None = None
@@ -88,7 +93,12 @@ def observe(
     # By the weights before they change, so that the first step already compares two different models.
     references = find_references(job, corpus, cast(Engine, engine), world) if job.prefers else None
     enliven(weights, engine.modules)
+    if change is not None:
+        change(weights)
+        weights.refresh()
     seen = Observation()
+    if job.prefers and world.size == 1:
+        seen.answers = answers_of(cast(Engine, engine), held_out_batches(job, corpus), world)
     listener = _Listener(seen)
     _record_first_gradients(weights, seen)
     before = _values(weights)
@@ -191,7 +201,8 @@ class _Listener:
 
     def metric(self, row: dict[str, Any]) -> None:
         if "val_loss" in row:
-            self._seen.evaluations += [row[name] for name in ("val_loss", "val_margin") if name in row]
+            self._seen.evaluations.append(row["val_loss"])
+            self._seen.margins += [row["val_margin"]] if "val_margin" in row else []
         else:
             self._seen.losses.append(row["loss"])
             self._seen.norms.append(row["grad_norm"])

@@ -11,8 +11,17 @@ from meshwright.verify.generate import Draw, refusal_of
 from meshwright.verify.matrix import Line, LineResult, run_matrix
 
 Outcome = Literal[
-    "equal", "refused", "refused in ranks", "not equal", "breaks the contract", "crashed", "hung", "refused badly"
+    "equal",
+    "vacuous",
+    "refused",
+    "refused in ranks",
+    "not equal",
+    "breaks the contract",
+    "crashed",
+    "hung",
+    "refused badly",
 ]
+"""Vacuous is a check of equal numbers that prove nothing about a part of the job, by chance."""
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 WRONG: tuple[Outcome, ...] = ("not equal", "breaks the contract", "crashed", "hung", "refused badly")
 _FIELD = re.compile(r"\b[a-z]+\.[a-z_0-9]+\b")
@@ -102,5 +111,5 @@ def _answer(draw: Draw, result: LineResult) -> Answer:
             "not equal" if verdict.equal is False else "equal" if broken is None else "breaks the contract"
         )
         return Answer(draw, outcome, broken, verdict)
-    outcomes: dict[Any, Outcome] = {"refused": "refused in ranks", "hung": "hung"}
+    outcomes: dict[Any, Outcome] = {"refused": "refused in ranks", "vacuous": "vacuous", "hung": "hung"}
     return Answer(draw, outcomes.get(result.failure, "crashed"), result.error)

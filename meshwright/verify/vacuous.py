@@ -1,14 +1,16 @@
-"""Whether the routing of a check shows anything: tokens that all go the same way, and experts without a token, do not.
+"""Whether equal numbers prove anything: what is zero, is not dropped or goes one way is equal in every layout."""
 
-Of such a mixture every layout computes the same, whether or not it sends tokens to the right experts.
-"""
+from collections.abc import Collection
 
 from torch import Tensor
 
 from meshwright.errors import UserError
 from meshwright.job import Job
+from meshwright.verify.observe import Observation
 from meshwright.verify.replay import Choices
 
+NAMED = 3
+"""Parameters that an error names."""
 MOST_ALIKE = 0.95
 """Share of a layer's tokens that may choose the same experts."""
 FEWEST_TOKENS = 8
@@ -16,6 +18,31 @@ FEWEST_TOKENS = 8
 FEWEST_FOR_EACH = 8
 """Tokens for each expert on average, below which one may get none by chance: of evenly spread ones, one in 3000 does
 at this many."""
+
+
+class Vacuous(UserError):
+    """A check whose numbers are equal and prove nothing about a part of the job."""
+
+
+def require_exercised(job: Job, unexercised: Collection[str]) -> None:
+    """Refuse a check in which nothing but rounding errors arrives at some parameters."""
+    if unexercised:
+        more = f" and {len(unexercised) - NAMED} more" if len(unexercised) > NAMED else ""
+        some = ", ".join(list(unexercised)[:NAMED]) + more
+        raise Vacuous(
+            f"run.seed = {job.run.seed}: only rounding errors arrive as the gradient of {some}, so that equal numbers "
+            "would prove nothing about it; set another run.seed, or leave out what is never trained"
+        )
+
+
+def require_dropping(job: Job, alone: Observation) -> None:
+    """Refuse a check of experts with a capacity that drop no token in one process."""
+    experts = job.model.experts
+    if experts is not None and experts.capacity is not None and not any(alone.metrics["expert_dropped"]):
+        raise Vacuous(
+            f"model.experts.capacity = {experts.capacity:g}: no token was dropped in the checked steps, so that equal "
+            "numbers would prove nothing about it; lower it or set another run.seed"
+        )
 
 
 def require_routing(job: Job, choices: Choices) -> None:
@@ -27,7 +54,7 @@ def require_routing(job: Job, choices: Choices) -> None:
     for layer in sorted(choices.by_layer):
         chosen_TK = choices.trained(layer)
         if (seen := _alike(chosen_TK) or _idle(chosen_TK, experts.count)) is not None:
-            raise UserError(
+            raise Vacuous(
                 f"run.seed = {job.run.seed}: in layer {layer} {seen} in the checked steps, so that equal numbers would "
                 "prove little about the routing; set another run.seed, or verify more tokens with --steps"
             )

@@ -205,7 +205,7 @@ def test_a_resumed_run_compares_with_the_first_weights(tmp_path: Path):
     [
         ({"data": {"packing": "concatenate"}}, 'data.packing = "concatenate" would cut answers apart'),
         ({"data": {"mask_documents": False}}, "data.mask_documents = false would show answers to each other"),
-        ({"data": {"stream": True}}, "data.stream reads plain text"),
+        ({"data": {"stream": True}}, "data.stream = true reads plain text"),
         ({"model": {"extra_tokens": 1}}, "model.extra_tokens = 1 adds losses of tokens"),
         ({"model": {"file": "own.py"}}, "model.file = own.py computes its own loss"),
         ({"evaluation.sets": {"wiki": "w.txt"}}, "evaluation.sets has wiki"),

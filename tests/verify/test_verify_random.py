@@ -4,9 +4,10 @@ import json
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import product
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ from meshwright.errors import UserError
 from meshwright.job import load_job
 from meshwright.layout import ranks_of
 from meshwright.pipeline import SCHEDULES
-from meshwright.verify import Answer, Check, Draw, RankError, draw, run_draws, sample
-from meshwright.verify.generate import FAMILIES, RANKS
+from meshwright.verify import Answer, Check, Draw, RankError, draw, features_of, run_draws, sample
+from meshwright.verify.generate import RANKS
+from meshwright.verify.generate_model import FAMILIES
 from meshwright.verify.sample import fault_of, subject_of
 
 check = sys.modules["meshwright.verify.check"]  # the room gives this name to the function in it
@@ -39,7 +41,7 @@ def test_everything_is_drawn_and_most_of_it_runs() -> None:
     def seen(value: Callable[[Any], Any]) -> set[Any]:
         return {value(job) for job in jobs}
 
-    assert {drawn.family.removesuffix(" with pictures") for drawn in MANY} == set(FAMILIES)
+    assert {drawn.family for drawn in MANY} == set(FAMILIES)
     assert seen(lambda job: job.layout.schedule if job.layout.pp > 1 else None) == {None, *SCHEDULES}
     assert seen(lambda job: job.layout.cp_method if job.layout.cp > 1 else None) == {
         None, "ring", "allgather", "ulysses",
@@ -208,10 +210,11 @@ def test_json_has_stable_keys(cli) -> None:
     result = cli("verify", "--random", "800", "--seed", "5", "--only", str(refused.number), "--json")
     found = json.loads(result.out)
     assert result.code == 0 and set(found) == {
-        "equal", "seed", "dtype", "seconds", "counts", "refused", "layouts",
+        "equal", "seed", "dtype", "seconds", "counts", "features", "refused", "layouts",
     }  # fmt: skip
     assert set(found["counts"]) == {
-        "equal", "refused", "refused in ranks", "not equal", "breaks the contract", "crashed", "hung", "refused badly",
+        "equal", "vacuous", "refused", "refused in ranks", "not equal", "breaks the contract", "crashed", "hung",
+        "refused badly",
     }  # fmt: skip
     [layout] = found["layouts"]
     assert set(layout) == {"number", "name", "outcome", "why", "worst", "seconds", "job"}
@@ -240,11 +243,37 @@ def test_models_that_read_pictures_are_drawn_with_every_kind_of_layout() -> None
     for axis in ("dp_replicate", "dp_shard", "cp", "tp", "pp"):
         assert any(getattr(job.layout, axis) > 1 for job in jobs)
     drawn = next(drawn for drawn in MANY if "vision" in drawn.table["model"])
-    assert "with pictures: " in drawn.name and "vision kind " in drawn.name
+    assert "vision " in drawn.name and "kind " in drawn.name
 
 
-def test_a_drawn_model_that_reads_pictures_is_compared() -> None:
-    """One whose samples have their own sequences: what is in their padding is cut off with it."""
-    drawn = draw(5, 64)
-    assert drawn.job.model.vision is not None and drawn.job.data.packing == "none"
-    assert answer(drawn).outcome == "equal"
+def test_every_feature_of_a_model_is_drawn_and_counted() -> None:
+    jobs = [drawn.job for drawn in MANY if drawn.refusal is None]
+    counts = Counter(name for job in jobs for name in features_of(job))
+    few = 0.01 * len(jobs)
+    for name in (
+        *("experts", "softmax scores", "sigmoid scores", "expert groups", "shared experts", "expert capacity"),
+        *("balance rate", "expert biases", "dense first layers", "expert parallelism", "one expert per token"),
+        *("MLA", "sinks", "alternating windows", "sliding window", "rope scaling yarn", "rope scaling llama3"),
+        *("adapters, base compute", "adapters, base nf4", "adapters, base int8", "DoRA", "dpo", "ipo", "orpo"),
+        *("vision clip", "vision siglip", "audio", "frozen parts beside an encoder"),
+        *("extra_tokens 1", "extra_tokens 2", "int8 states", "streaming", "compression topk"),
+    ):
+        assert counts[name] >= few, name
+    pairs = Counter(pair for job in jobs for pair in combinations(sorted(set(features_of(job))), 2))
+    for pair in (("MLA", "experts"), ("adapters, base compute", "experts"), ("audio", "experts"), ("dpo", "experts")):
+        assert pairs[pair] > 0, pair
+
+
+def test_a_streamed_job_reads_the_same_in_every_layout() -> None:
+    assert answer(two_ranks(stream=True, mask_documents=True)).outcome == "equal"
+
+
+def test_a_proof_that_is_vacuous_by_chance_is_no_error(cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = two_ranks(workers=0)
+    monkeypatch.setattr(check, "unexercised", lambda job, zeros: ["layers.0.ffn.up.weight"])
+    result = cli("verify", "--random", "800", "--seed", "5", "--only", str(drawn.number), "--json")
+    summary = json.loads(result.out)
+    assert result.code == 0 and summary["equal"] is True and summary["counts"]["vacuous"] == 1
+    [layout] = summary["layouts"]
+    assert layout["outcome"] == "vacuous" and "only rounding errors arrive as the gradient of" in layout["why"]
+    assert summary["features"]["2 ranks"] == 1
