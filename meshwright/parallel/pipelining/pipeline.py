@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.utils.checkpoint import GraphExecGroup
 
@@ -28,6 +29,7 @@ from meshwright.parallel.weights import Weights
 from meshwright.parallel.world import World
 from meshwright.pipeline import Action, Kind, Table
 from meshwright.torch_private.pipelining import PipelineRuntime, gradient_node
+from meshwright.torch_private.sharding import widen_mixed_gradients
 
 Listener = Callable[[Action, float, float, int], None]
 """Called for every action with its start and end and how many micro-batches' activations the rank holds after it."""
@@ -197,6 +199,12 @@ class _Stage(PipelineStage):
             result = self._report(Kind.WEIGHT, bwd_chunk_id, run, *args, **kwargs)
         self._graphs.pop(bwd_chunk_id, None)
         return result
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """Torch's reduction, for which all gradients of a unit must have a single format."""
+        if isinstance(self.submod, FSDPModule):
+            widen_mixed_gradients(self.submod)
+        super().perform_reduce_grad(grad_scale_factor)
 
     def _whole_backward(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         # A first stage has no input to give a gradient to: torch leaves all of its backward to the weights' half, but
