@@ -111,9 +111,9 @@ class Data(Section):
     @model_validator(mode="after")
     def _weights_fit(self) -> Self:
         if self.join is not None and (self.weights is not None or self.format != "text"):
-            beside = "data.weights" if self.weights is not None else f'data.format = "{self.format}"'
+            other = "data.weights" if self.weights is not None else f'data.format = "{self.format}"'
             raise ValueError(
-                f'data.join = "{self.join}" joins all sources into one text, which excludes {beside}; leave one out'
+                f'data.join = "{self.join}" joins all sources into one text, which excludes {other}; leave one out'
             )
         if self.stages and self.weights is None:
             raise ValueError("data.stages needs data.weights, which apply until the first stage begins; set them")

@@ -189,8 +189,9 @@ def test_expert_parallelism_shrinks_with_the_ranks_that_share_experts(
 
 
 def test_a_restart_tells_the_ranks_their_degree_of_expert_parallelism(folder: RunFolder) -> None:
-    sections = {"model": {"experts": {"count": 8, "top_k": 2, "ffn_width": 8}}, "layout": {"dp_shard": 4, "ep": 4}}
-    restarts = Restarts(job(run={"max_restarts": 9, "may_shrink": True, "device": "cpu"}, **sections))
+    model = {"experts": {"count": 8, "top_k": 2, "ffn_width": 8}}
+    run = {"max_restarts": 9, "may_shrink": True, "device": "cpu"}
+    restarts = Restarts(job(run=run, model=model, layout={"dp_shard": 4, "ep": 4}))
     cause = RankFailure("rank 3 fell", 3, "")
     changes = [restarts.next(cause, folder, 4)[1] for _ in range(2) if restarts.allows(cause, folder)]
     assert changes == [[], ["layout.dp_replicate=1", "layout.dp_shard=3", "layout.ep=1"]]
