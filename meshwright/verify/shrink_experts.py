@@ -29,8 +29,7 @@ def small_experts(job: Job, layout: Layout, layers: int) -> dict[str, Any] | Non
         return None
     several = experts.count > job.layout.ep or layout.ep < 4  # of two experts a token would use both
     count = layout.ep * (max(2, 4 // gcd(4, layout.ep)) if several else 1)
-    groups = 2 if experts.groups > 1 and count % 4 == 0 else 1
-    kept = 1 if experts.groups_kept < experts.groups else groups
+    groups, kept = _small_groups(experts, count)
     fits = kept * count // groups
     return experts.model_dump() | {
         "count": count,
@@ -43,6 +42,17 @@ def small_experts(job: Job, layout: Layout, layers: int) -> dict[str, Any] | Non
         "force_balance": False,
         "capacity": None if experts.capacity is None else min(experts.capacity, DROPPING),
     }
+
+
+def _small_groups(experts: Experts, count: int) -> tuple[int, int]:
+    """How many groups so few experts have, and how many of them a token may use: groups of one expert stay such."""
+    if experts.groups == experts.count > 1:
+        groups = count
+    else:
+        groups = 2 if experts.groups > 1 and count % 4 == 0 else 1
+    if experts.groups_kept == experts.groups:
+        return groups, groups
+    return groups, max(1, min(experts.top_k, groups - 1) if groups == count else 1)
 
 
 def small_latent(latent: Latent | None, head_dim: int, same_values: bool) -> dict[str, Any] | None:

@@ -139,6 +139,22 @@ def test_dropped_tokens_are_reported_as_a_share_however_the_batch_is_split() -> 
     assert load.event() == {"tokens": [[10, 6], [8, 8]], "dropped": [3, 1]}
 
 
+def test_every_step_counts_its_tokens_anew() -> None:
+    limited = job(capacity=0.75)
+    engine, _ = build(limited, ALONE, torch.float64)
+    load = ExpertLoad(limited, engine.modules, ALONE)
+    [model] = engine.modules
+    tokens = torch.arange(64).remainder(53).view(4, 16)
+    first, second = (_counted(load, model, tokens) for _ in range(2))
+    assert first.dropped_L is not None and int(first.dropped_L.sum()) > 0
+    assert first.event() == second.event()
+
+
+def _counted(load: ExpertLoad, model: torch.nn.Module, tokens: torch.Tensor) -> Load:
+    model(tokens)
+    return load.settle(updated=False)
+
+
 def test_a_steps_losses_are_a_mean_over_its_sequences() -> None:
     """The same sequences twice are the same mean, so the routers' gradients stay."""
 

@@ -17,6 +17,7 @@ from meshwright.data import References
 from meshwright.errors import UserError
 from meshwright.job import Job, Preference, load_job
 from meshwright.launch.worker import run_quietly
+from meshwright.model import tallied
 from meshwright.parallel import World
 from meshwright.parallel.inputs import Inputs
 
@@ -100,6 +101,13 @@ def test_loss_and_gradients_are_those_of_a_plain_computation(settings):
 def test_losses_are_trls(settings, theirs):
     loss, _ = loss_of_batch(settings, model(0.0), slice(0, 1))
     assert float(loss.detach()) == pytest.approx(theirs, rel=2e-6)  # TRL's value is of float32
+
+
+def test_a_pair_is_right_where_the_chosen_answer_has_the_higher_reward():
+    """Of three pairs two; a pair of equal rewards counts half, and a slot without a pair nothing."""
+    rewards = torch.tensor([[[1.0, 0.0], [0.0, 2.0], [3.0, 1.0]], [[5.0, 5.0], [7.0, 0.0], [0.0, 7.0]]])
+    present = torch.tensor([[True, True, True], [True, False, False]])
+    assert tallied(rewards, present).tolist() == [9.0, 8.0, 2.5]
 
 
 def test_a_micro_batchs_gradient_is_scaled_by_the_steps_pairs():
