@@ -47,12 +47,10 @@ def small_experts(job: Job, layout: Layout, layers: int) -> dict[str, Any] | Non
 def _small_groups(experts: Experts, count: int) -> tuple[int, int]:
     """How many groups so few experts have, and how many of them a token may use: groups of one expert stay such."""
     if experts.groups == experts.count > 1:
-        groups = count
+        groups, some = count, max(1, min(experts.top_k, count - 1))
     else:
-        groups = 2 if experts.groups > 1 and count % 4 == 0 else 1
-    if experts.groups_kept == experts.groups:
-        return groups, groups
-    return groups, max(1, min(experts.top_k, groups - 1) if groups == count else 1)
+        groups, some = 2 if experts.groups > 1 and count % 4 == 0 else 1, 1
+    return groups, some if experts.groups_kept < experts.groups else groups
 
 
 def small_latent(latent: Latent | None, head_dim: int, same_values: bool) -> dict[str, Any] | None:
