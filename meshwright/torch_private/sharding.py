@@ -70,7 +70,7 @@ def gather_as(parameter: Any, sent: Callable[[], Tensor], received: Callable[[Te
         del parameter._unsharded_param
 
 
-def widen_mixed_gradients(module: FSDPModule) -> None:
+def widen_mixed_gradients(module: nn.Module) -> None:
     """Convert the rest of the gradients in groups of which torch has converted some to the format of their reduction.
 
     Where a backward takes the gradients of weights in several passes, torch converts those that are there after one.

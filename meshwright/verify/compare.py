@@ -12,8 +12,8 @@ from meshwright.verify.observe import Observation, Shard
 from meshwright.verify.pair_sizes import PairSizes
 
 Kind = Literal[
-    "loss", "norm", "evaluation", "margin", "gradient", "update", "metric", "fused", "sum", "routing", "weight", "state",
-    "data", "leak",
+    "loss", "norm", "evaluation", "margin", "gradient", "update", "metric", "fused", "sum", "routing", "weight",
+    "state", "data", "leak",
 ]  # fmt: skip
 
 BOUNDS: dict[str, dict[Kind, float]] = {

@@ -29,7 +29,7 @@ def rows_of(values: Tensor, start: int, stop: int) -> Shard:
 
 def observation(weight: Shard, zero: Shard | None = None) -> Observation:
     tensors = {"weight": weight, "bias": zero or whole(ZERO)}
-    return Observation([2.0, 1.0], [0.5, 0.25], [3.0], dict(tensors), dict(tensors))
+    return Observation([2.0, 1.0], [0.5, 0.25], [3.0], gradients=dict(tensors), updates=dict(tensors))
 
 
 REFERENCE = observation(whole(WEIGHT))
