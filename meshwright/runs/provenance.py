@@ -6,16 +6,21 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import Distribution, PackageNotFoundError, distributions, version
 from pathlib import Path
 from typing import Any
 
 import meshwright
+from meshwright.reading import Unfit, read_text
 from meshwright.runs.redact import recorded_command, recorded_variables
 from meshwright.version import VERSION
 
 _GIT_TIMEOUT_S = 30
+_AS_TEXT = ("--no-ext-diff", "--no-textconv", "--no-color", "--submodule=short")
 
 
 def describe_environment(argv: list[str]) -> dict[str, Any]:
@@ -101,29 +106,67 @@ def cpu_name() -> str | None:
 def _repository(path: Path) -> dict[str, Any] | None:
     """Root, commit and uncommitted changes of the git checkout containing a path; None outside one or without git."""
     folder = path if path.is_dir() else path.parent
-    root = _output(["git", "rev-parse", "--show-toplevel"], folder)
+    root = next((parent for parent in (folder, *folder.parents) if (parent / ".git").exists()), None)
     if root is None:
         return None
-    if path.is_file():
+    # Git only finds the checkout here, which runs nothing; it refuses that of another user.
+    find = ["git", "-c", "safe.bareRepository=explicit", "rev-parse", "--path-format=absolute"]
+    located = (_output([*find, "--show-toplevel", "--git-dir", "--git-common-dir"], folder) or "").splitlines()
+    if len(located) != 3 or Path(located[0]) != root.resolve():  # core.worktree may name any other folder
+        return None
+    commit = (_output([*find, "--verify", "-q", "HEAD"], folder) or "").strip() or None
+    with tempfile.TemporaryDirectory() as private_folder:
+        git = _git_without_settings_of(Path(located[1]), Path(located[2]), root, commit, Path(private_folder))
+        named = ["--", str(path.resolve())]
         # An installed package may be inside an unrelated checkout, in an ignored environment: not its code.
-        belongs = _output(["git", "ls-files", "--cached", "--others", "--exclude-standard", "--", path.name], folder)
-        if not belongs:
+        if path.is_file() and not git("ls-files", "--cached", "--others", "--exclude-standard", *named):
             return None
-    status = _output(["git", "status", "--porcelain"], folder) or ""
+        status = git("status", "--porcelain", "--ignore-submodules=dirty")
+        diff = git("diff", *_AS_TEXT, "--ignore-submodules=dirty", "HEAD") if commit else ""
     return {
-        "root": root.strip(),
-        "commit": (_output(["git", "rev-parse", "--verify", "-q", "HEAD"], folder) or "").strip() or None,
-        "dirty": bool(status.strip()),
-        "untracked": [line[3:] for line in status.splitlines() if line.startswith("??")],
-        "diff": _output(["git", "diff", "--no-ext-diff", "--no-color", "HEAD"], folder) or "",
+        "root": located[0],
+        "commit": commit,
+        "dirty": None if status is None else bool(status.strip()),
+        "untracked": [line[3:] for line in (status or "").splitlines() if line.startswith("??")],
+        "diff": diff or "",
     }
 
 
-def _output(command: list[str], folder: Path) -> str | None:
+def _git_without_settings_of(
+    git_folder: Path, shared: Path, root: Path, commit: str | None, private: Path
+) -> Callable[..., str | None]:
+    """Git for a checkout whose .git may be a stranger's: its settings, attributes and hooks name commands to run.
+
+    So git gets a folder of ours in place of .git, with the objects, the index and the excluded names of theirs alone.
+    """
+    (private / "refs").mkdir()
+    (private / "info").mkdir()
+    (private / "HEAD").write_text(f"{commit or 'ref: refs/heads/main'}\n")
+    with suppress(OSError, Unfit):
+        (private / "info" / "exclude").write_text(read_text(shared / "info" / "exclude"), encoding="utf-8")
+    variables = os.environ | {
+        "GIT_DIR": str(private),
+        "GIT_WORK_TREE": str(root),
+        "GIT_OBJECT_DIRECTORY": str(shared / "objects"),
+        "GIT_INDEX_FILE": str(git_folder / "index"),
+        "GIT_OPTIONAL_LOCKS": "0",
+    }
+    # A monitor in the user's settings would stay behind, watching a folder that is gone.
+    return lambda *words: _output(["git", "-c", "core.fsmonitor=false", *words], root, variables)
+
+
+def _output(command: list[str], folder: Path, variables: dict[str, str] | None = None) -> str | None:
     """What a command prints; None if it is missing, fails or takes too long."""
     try:
         done = subprocess.run(
-            command, cwd=folder, capture_output=True, text=True, errors="replace", timeout=_GIT_TIMEOUT_S, check=False
+            command,
+            cwd=folder,
+            env=variables,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_GIT_TIMEOUT_S,
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
