@@ -8,6 +8,7 @@ from typing import Any
 
 import meshwright
 from meshwright.errors import UserError
+from meshwright.reading import Unfit, read_text
 
 NAMESPACE = "meshwright"
 """Ray's name for the actors of all our runs, so that they can be found from any program."""
@@ -37,6 +38,8 @@ def connect(address: str | None = None, ship: bool = False) -> Any:
     asked = address or os.environ.get("RAY_ADDRESS") or "auto"
     if asked != "auto":
         _require_answer(asked)
+    elif (current := _current_cluster()) is not None:
+        asked = current
     package = Path(meshwright.__file__).parent
     environment = {"py_modules": [str(package)]} if ship else None
     try:
@@ -69,6 +72,27 @@ def answers(address: str) -> bool:
     except NoCluster:
         return False
     return True
+
+
+def _current_cluster() -> str | None:
+    """The cluster last started on this machine: its address in Ray's file, which outlives a crash."""
+    folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
+    file = Path(folder, "ray", "ray_current_cluster")
+    try:
+        address = read_text(file).strip() or "(empty)"
+    except FileNotFoundError:
+        return None
+    except (OSError, Unfit) as error:
+        raise NoCluster(f"{file} cannot be read ({error}); give --address HOST:PORT, or remove that file") from None
+    try:
+        _require_answer(address)
+    except UserError as error:
+        reason = str(error).partition(";")[0].removeprefix("--address ")
+        raise NoCluster(
+            f"{reason}, and {file} names it as the cluster of this machine; start one with `ray start --head`, give "
+            "--address HOST:PORT, or remove that file"
+        ) from None
+    return address
 
 
 def _require_answer(address: str) -> None:
