@@ -5,12 +5,12 @@ any of them; forward and backward of that step both use those weights. The updat
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call
 
 from meshwright.data import Step
@@ -33,7 +33,7 @@ def observe_stale(
     master: torch.dtype | None,
     device: str = "cpu",
     choices: Choices | None = None,
-    change: Callable[[Weights], None] | None = None,
+    change: Callable[[Weights, Sequence[nn.Module]], None] | None = None,
 ) -> Observation:
     """Train an asynchronous job in this process alone, as stale as its pipeline would be, and return what was
     observed."""

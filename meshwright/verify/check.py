@@ -140,7 +140,9 @@ class Check:
         if self.dtype in formats.UNITS:
             rows = formats.compare_formats(ranks, alone, exact, self.job)
             if exceeds(rows):
-                rows = with_sensitivity(rows, exact, self._perturbed(exact), zero_gradients(exact))
+                pairs = PairSizes.of(self.job, exact)
+                margin_size = 0.0 if pairs is None else pairs.margin_size
+                rows = with_sensitivity(rows, exact, self._perturbed(exact), zero_gradients(exact), margin_size)
         else:
             zeros_here = zeros if self.dtype == "float32" else ()
             rows = compare(ranks, alone, self.dtype, zeros_here, PairSizes.of(self.job, exact))

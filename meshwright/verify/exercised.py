@@ -37,8 +37,10 @@ def unexercised(job: Job, zeros: Collection[str]) -> list[str]:
 
 
 def without_signs_of_rounding(rows: list[Comparison], job: Job, zeros: Collection[str]) -> list[Comparison]:
-    """The rows: updates that amplify nothing but rounding errors get no verdict."""
+    """The rows: updates that amplify nothing but rounding errors get no verdict.
+
+    Of a parameter that should have a gradient, `vacuous` then says that it has none.
+    """
     if job.optimizer.name not in SIGN_LIKE:
         return rows
-    unjudged = zero_by_mathematics(job, zeros)
-    return [replace(row, bound=None) if row.kind == "update" and row.name in unjudged else row for row in rows]
+    return [replace(row, bound=None) if row.kind == "update" and row.name in zeros else row for row in rows]

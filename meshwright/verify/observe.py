@@ -74,10 +74,11 @@ def observe(
     device: str = "cpu",
     choices: Choices | None = None,
     make: Callable[..., Any] = make_trainer,
-    change: Callable[[Weights], None] | None = None,
+    change: Callable[[Weights, Sequence[nn.Module]], None] | None = None,
 ) -> Observation:
     """Train the job on this rank, in its place in the world and in the loop that `make` creates; return what was
-    observed. Tokens go to the experts of `choices` if they are given; `change` may alter the initial weights."""
+    observed. Tokens go to the experts of `choices` if they are given; `change` may alter the initial weights and the
+    modules."""
     warnings.filterwarnings("ignore", message="mkldnn_matmul failed")  # a CPU without 16-bit products is only slower
     world = join_world(job, _own_device(device))
     routing: Recording | Replaying | None = None
@@ -94,7 +95,7 @@ def observe(
     references = find_references(job, corpus, cast(Engine, engine), world) if job.prefers else None
     enliven(weights, engine.modules)
     if change is not None:
-        change(weights)
+        change(weights, engine.modules)
         weights.refresh()
     seen = Observation()
     if job.prefers and world.size == 1:

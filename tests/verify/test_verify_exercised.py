@@ -31,6 +31,17 @@ def test_the_sign_of_rounding_is_no_mistake() -> None:
     assert unjudged and all(name.endswith("attention.k.bias") for name in unjudged)
 
 
+@pytest.mark.parametrize("dtype", ["float64", "bf16"])
+def test_a_router_without_a_gradient_is_vacuous_not_unequal(dtype: str) -> None:
+    """A single score divided by itself is 1; what Lion makes of the router's rounding differs in every layout."""
+    line = "moe · dp_shard 2, ep 2"
+    experts = LINES[line].model.experts
+    assert experts is not None
+    alone = {"experts": experts.model_dump() | {"top_k": 1, "normalised": True, "balance_loss": 0.0, "z_loss": 0.0}}
+    with pytest.raises(Vacuous, match=r"only rounding errors arrive as the gradient of layers\.0\.moe\.router"):
+        check(job_of(line, model=alone, optimizer={"name": "lion"}, run={"steps": 1}), dtype)
+
+
 def test_a_check_that_leaves_attention_out_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     class Pairs(texts.UnequalDocuments):
         """Documents of two tokens: one label each, of a token that sees itself alone."""

@@ -1,0 +1,67 @@
+"""Bounds follow how numbers respond to rounding, of weights and of what is computed from them, and nothing else."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from meshwright.parallel import ShardIndex
+from meshwright.verify import Comparison, Observation, Shard
+from meshwright.verify.formats import LARGEST
+from meshwright.verify.sensitivity import exceeds, perturbation, with_sensitivity
+
+
+def shard(values: list[float]) -> Shard:
+    return Shard(ShardIndex(torch.arange(len(values)), None, (len(values),), 1), torch.tensor(values).double())
+
+
+EXACT = Observation([2.0, 1.0], [0.5, 4.0], margins=[0.01], gradients={"weight": shard([3.0, 4.0])})
+
+
+def bound_of(row: Comparison, **perturbed: Any) -> float | None:
+    [changed] = with_sensitivity([row], EXACT, [replace(EXACT, **perturbed)] * 3, (), margin_size=1.0)
+    return changed.bound
+
+
+@pytest.mark.parametrize(
+    ("row", "perturbed"),
+    [
+        (Comparison("norm", "step 2", 0.05, 0.01), {"norms": [9.0, 4.04]}),
+        (Comparison("loss", "step 1", 0.05, 0.01), {"losses": [2.02, 9.0]}),
+        (Comparison("margin", "evaluation 1", 0.05, 0.01), {"margins": [0.02]}),
+        (Comparison("gradient", "weight", 0.05, 0.01), {"gradients": {"weight": shard([3.03, 4.04])}}),
+    ],
+    ids=lambda value: getattr(value, "kind", ""),
+)
+def test_a_number_that_responds_by_a_hundredth_may_err_by_five_times_as_much(
+    row: Comparison, perturbed: dict[str, Any]
+) -> None:
+    assert exceeds([row]) and bound_of(row, **perturbed) == pytest.approx(0.0562, rel=0.01)
+    assert bound_of(row) == 0.01  # one that does not respond keeps its bound
+    small = replace(row, error=0.005)
+    assert not exceeds([small]) and bound_of(small, **perturbed) == 0.01
+
+
+def test_what_rounding_could_change_into_anything_has_no_bound() -> None:
+    row = Comparison("norm", "step 1", 5.0, 0.01)
+    assert bound_of(row, norms=[0.5 * (1 + LARGEST), 4.0]) is None
+
+
+def test_weights_results_and_gradients_are_perturbed() -> None:
+    class Masters:
+        def __init__(self, *layers: nn.Linear) -> None:
+            self.masters = {str(number): layer.weight for number, layer in enumerate(layers)}
+            self.frozen = {"codes": torch.ones(3, dtype=torch.uint8)}
+
+    unit, layer = 2.0**-8, nn.Linear(64, 64, bias=False).double()
+    before, weights, x = layer.weight.detach().clone(), Masters(layer), torch.ones(2, 64, dtype=torch.float64)
+    perturbation(unit, 1)(weights, [layer])  # type: ignore[arg-type]
+    expected = 0.39 * unit
+    assert float((layer.weight.detach() / before - 1).std()) == pytest.approx(expected, rel=0.1)
+    out = layer(x.requires_grad_())
+    assert float((out.detach() / (x @ layer.weight.T).detach() - 1).std()) == pytest.approx(expected, rel=0.2)
+    out.backward(torch.ones_like(out))
+    assert layer.weight.grad is not None  # of every row: the same, but for what its result's gradients were changed by
+    assert float((layer.weight.grad[:, 0] / 2 - 1).std()) == pytest.approx(expected / 2**0.5, rel=0.3)
