@@ -44,6 +44,14 @@ def test_copies_are_kept_by_the_rule_of_the_run_folder(tmp_path: Path, store: st
     assert told.messages == []
 
 
+def test_a_step_of_nine_digits_has_a_copy_that_comes_back(tmp_path: Path, store: str) -> None:
+    run = tmp_path / "run"
+    saved_steps(run, store, [99_999_999, 100_000_000])
+    shutil.rmtree(run)
+    found, _ = restore(run, store)
+    assert found is not None and found.facts.step == 100_000_000
+
+
 def test_what_a_kill_left_half_copied_goes_with_the_next_copy(tmp_path: Path, store: str) -> None:
     run = tmp_path / "run"
     saved_steps(run, store, [1, 2])

@@ -92,6 +92,21 @@ def test_the_end_of_a_run_says_how_long_it_waits_and_every_rank_takes_part(tmp_p
     assert phases == ["waiting for the backup"] * 3 and sums == []
 
 
+def test_a_last_checkpoint_without_a_copy_is_reported_although_an_earlier_one_has_one(
+    tmp_path: Path, monkeypatch, gate
+) -> None:
+    limits(monkeypatch, LAST_S=0.2, STALLED_S=60.0)
+    store, told = f"memory://ends-{tmp_path.name}", Reports()
+    saver = make_saver(tmp_path / "run", told, backup_to=store, every_steps=1)
+    gate.set()
+    saver.after_step(1, lambda: state_of(tiny(1), 1))
+    while not any(event["kind"] == "backup" for event in told.events):
+        saver.count(saver.ballot())
+    gate.clear()
+    saver.finish(2, lambda: state_of(tiny(1), 2))
+    assert (told.events[-1]["kind"], told.events[-1]["step"]) == ("backup_missing", 2)
+
+
 def test_a_store_that_is_silent_from_the_start_is_refused(tmp_path: Path, monkeypatch) -> None:
     limits(monkeypatch, ANSWER_S=0.05)
     opened = threading.Event()
