@@ -61,8 +61,8 @@ def compare(
     zeros: Collection[str] = (),
     pairs: PairSizes | None = None,
 ) -> list[Comparison]:
-    """Every loss, norm, evaluation, margin of preferences, metric, first-step gradient and update of all ranks compared
-    with the reference's, in that order.
+    """Every loss, norm, evaluation, margin of preferences, metric, router's preference, first-step gradient and update
+    of all ranks compared with the reference's, in that order.
 
     `zeros` are parameters whose gradient is mathematically zero: in float32 they hold rounding far above FLOOR, so they
     are measured against the largest gradient entry instead.
@@ -93,6 +93,9 @@ def compare(
     for name, expected in sorted(reference.metrics.items()):
         errors = series_errors([rank.metrics.get(name, []) for rank in ranks], expected, floor)
         rows += series_rows("metric", errors, bounds.get("metric"), of=f"{name}, step")
+    preferences = {name: shard.values for name, shard in reference.preferences.items()}
+    exactly = dict.fromkeys(preferences, 0.0)
+    rows += _tensors("metric", [rank.preferences for rank in ranks], preferences, exactly, bounds)
     rows += _tensors("gradient", [rank.gradients for rank in ranks], gradients, floors, bounds)
     rows += _tensors("update", [rank.updates for rank in ranks], updates, floors, bounds)
     return rows

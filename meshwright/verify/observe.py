@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from meshwright.errors import UserError
 from meshwright.job import Job
+from meshwright.model import routers
 from meshwright.model.adapter import A, B
 from meshwright.model.quantised_linear import SCALES
 from meshwright.parallel import Engine, ShardIndex, Weights, build, join_world, quantised_linears, table_error
@@ -58,6 +59,8 @@ class Observation:
     """Of the first step, as they are before clipping, without the loss scale of fp16."""
     updates: dict[str, Shard] = field(default_factory=dict)
     """The parameters at the end minus those at the start."""
+    preferences: dict[str, Shard] = field(default_factory=dict)
+    """What every router prefers at the end, which is no parameter: `balance_rate` moves it."""
     choices: Choices | None = None
     """Of a mixture of experts in one process: which experts every token was sent to."""
     replayed: Replayed | None = None
@@ -113,6 +116,7 @@ def observe(
     seen.gradients = {name: Shard(held.index, held.values / scale) for name, held in seen.gradients.items()}
     shards = weights.shards()
     seen.updates = {name: Shard(shards[name], after - before[name]) for name, after in _values(weights).items()}
+    seen.preferences = _preferences(job, engine.modules)
     seen.choices = routing.choices if isinstance(routing, Recording) else None
     seen.replayed = routing.replayed if isinstance(routing, Replaying) else None
     seen.fused = _fused_products(job)
@@ -146,12 +150,13 @@ def enliven(weights: Weights, modules: Sequence[nn.Module]) -> None:
 
     They are drawn for wide models: at this width attention would be nearly uniform, its gradients close to zero, and
     with biases at zero and norms at one, code that adds a bias twice or forgets a norm's weight would compute the same.
-    An adapter's B starts at zero, and as long as it is zero, its A has no gradient.
+    An adapter's B starts at zero, and as long as it is zero, its A has no gradient. Nothing is overwritten, so that a
+    wrong initial value stays wrong.
     """
     shards = weights.shards() | dict(weights.frozen_shards)
     for name, tensor in (*weights.masters.items(), *weights.frozen.items()):
         if name.endswith(f".{B}"):
-            tensor.copy_(shards[name].take(ADAPTER_SCALE * _waves(*shards[name].shape)))
+            tensor.add_(shards[name].take(ADAPTER_SCALE * _waves(*shards[name].shape)).to(tensor.device))
         elif tensor.dim() > 1 and tensor.is_floating_point() and not name.endswith(f".{A}"):
             tensor.mul_(MATRIX_SCALE)
         elif tensor.dim() == 1:
@@ -177,6 +182,18 @@ def _own_device(kind: str) -> torch.device:
 
 def _values(weights: Weights) -> dict[str, Tensor]:
     return {name: master.detach().clone().cpu() for name, master in weights.masters.items()}
+
+
+def _preferences(job: Job, modules: Sequence[nn.Module]) -> dict[str, Shard]:
+    if not routes(job):
+        return {}
+    preferences = {layer: router.preference for module in modules for layer, router in routers(module)}
+    return {
+        f"layers.{layer}.moe.router.preference": Shard(
+            ShardIndex(torch.arange(len(preference)), None, tuple(preference.shape), 1), preference.cpu()
+        )
+        for layer, preference in preferences.items()
+    }
 
 
 def _record_first_gradients(weights: Weights, seen: Observation) -> None:

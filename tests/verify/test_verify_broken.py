@@ -12,12 +12,13 @@ from torch.distributed.fsdp import FSDPModule
 from verify_jobs import llama_job
 
 from meshwright.job import Job
-from meshwright.parallel import inputs, tensor
+from meshwright.model import routers
+from meshwright.parallel import apply, inputs, materialise, tensor
 from meshwright.parallel import weights as weights_module
 from meshwright.parallel.engine import OneStage
 from meshwright.parallel.pipelining.weights import StagedWeights
 from meshwright.train import trainer
-from meshwright.verify import Verdict, check
+from meshwright.verify import Verdict, check, load_matrix
 from meshwright.verify.check import reference
 
 Patch = pytest.MonkeyPatch
@@ -127,3 +128,40 @@ def test_a_sequence_cut_in_halves_where_attention_expects_two_pieces_a_rank(monk
 
     verdict = broken(llama_job(cp=2), lambda: monkeypatch.setattr(inputs, "zigzag_places", halves))
     assert {"loss", "norm", "gradient", "update"} <= kinds(verdict)
+
+
+def matrix_job(name: str) -> Job:
+    return next(line.job for line in load_matrix() if line.name == name)
+
+
+@pytest.mark.parametrize(
+    ("line", "weight"),
+    [
+        ("llama, adapters · dp_replicate 2", "attention.q.lora_b"),
+        ("llama, adapters · dp_replicate 2", "attention.q.lora_a"),
+        ("llama · dp_shard 2, zero 1, accumulation 3", "attention.k.weight"),
+    ],
+)
+def test_initial_values_that_differ_in_a_layout(monkeypatch: Patch, line: str, weight: str) -> None:
+    """An adapter's B is zero at first: verify adds to it, and must not hide what was there."""
+    rows_of = materialise._with_adapters
+
+    def shifted(*arguments: Any) -> Any:
+        rows = rows_of(*arguments)
+        return lambda name, *rest: rows(name, *rest) + (1e-4 if name == f"layers.1.{weight}" else 0.0)
+
+    verdict = broken(matrix_job(line), lambda: monkeypatch.setattr(materialise, "_with_adapters", shifted))
+    assert {"gradient", "loss"} <= kinds(verdict)
+
+
+def test_a_router_that_prefers_an_expert_by_too_little_to_change_a_choice(monkeypatch: Patch) -> None:
+    reset_routers = apply.reset_routers
+
+    def unequal(model: torch.nn.Module) -> None:
+        reset_routers(model)
+        for _, router in routers(model):
+            router.preference[0] += 1e-12
+
+    verdict = broken(matrix_job("moe · dp_shard 2, ep 2"), lambda: monkeypatch.setattr(apply, "reset_routers", unequal))
+    names = {row.name for row in verdict.rows if row.ok is False}
+    assert names and all(name.endswith(".moe.router.preference") for name in names)
