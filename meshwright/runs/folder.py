@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -290,6 +291,10 @@ class RunFolder:
     def environment(self) -> dict[str, Any]:
         """The machine the run started on."""
         return _object(self.path / "environment.json", _ENVIRONMENT)
+
+    def id(self) -> str:
+        """The same for every attempt, wherever the folder is moved; the time, machine and command of its start."""
+        return sha256(pretty(self.environment()).encode()).hexdigest()[:16]
 
     def code(self) -> dict[str, Any]:
         """The code the run started from."""

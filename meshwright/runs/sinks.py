@@ -1,6 +1,7 @@
 """Other places to send a run's metrics to: W&B, TensorBoard, MLflow, users' own; each off unless log.sinks names it.
 
-Each gets what the run folder gets: every row, every event, and the attempt's job, code and environment.
+Each gets what the run folder gets: every row, every event, and the attempt's job, code and environment. A resumed run
+continues its run in W&B and MLflow: `run_id` of the attempt is the same for all attempts.
 """
 
 import json
@@ -20,6 +21,8 @@ from meshwright.runs.folder import RunFolder
 
 _LONGEST_PARAMETER = 500
 """The longest value MLflow stores, in characters."""
+_MLFLOW_TAG = "meshwright.run"
+"""By which a resumed run finds its run in MLflow, which chooses its ids itself."""
 
 
 class Sink(Protocol):
@@ -69,7 +72,8 @@ class Everywhere:
         """Start one sink with the attempt's description."""
         try:
             opened = _OPEN[name] if name in _OPEN else SINKS.find(name)
-            self._sinks[name] = opened(self._folder.path, job, self._folder.attempt(attempt))
+            description = {**self._folder.attempt(attempt), "run_id": self._folder.id()}
+            self._sinks[name] = opened(self._folder.path, job, description)
         except Exception as error:
             self._leave_out(name, error)
 
@@ -120,19 +124,23 @@ class _Wandb:
         wandb = import_module("wandb")
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "meshwright"),
+            id=os.environ.get("WANDB_RUN_ID", attempt["run_id"]),
+            resume="allow",
             name=run.name,
             group=run.name,
             dir=str(run),
             mode=os.environ.get("WANDB_MODE", "offline"),
             config={**job.model_dump(mode="json"), **{key: attempt[key] for key in ("attempt", "code", "environment")}},
-            settings=wandb.Settings(silent=True, console="off"),
+            # The attempt's own record of the code is sent; W&B would run what a checkout's git settings name.
+            settings=wandb.Settings(silent=True, console="off", disable_git=True),
         )
+        # Not W&B's own count of rows, which drops the steps that a resumed or rewound run repeats.
+        self._run.define_metric("*", step_metric="step")
         for name in attempt["files"]:
             self._run.save(str(run / name), base_path=str(run), policy="now")
 
     def metric(self, row: dict[str, Any]) -> None:
-        step = row.pop("step")
-        self._run.log({**row, "step": step}, step=int(step))
+        self._run.log(row)
 
     def event(self, kind: str, fields: dict[str, Any]) -> None:
         self._run.summary.update({f"event/{kind}": json.dumps(fields, default=str)})
@@ -169,11 +177,18 @@ class _Mlflow:
             # Newer releases want a database, which does not work on the shared file systems of clusters.
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
             mlflow.set_tracking_uri((run / "mlflow").absolute().as_uri())
-        mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", "meshwright"))
-        mlflow.start_run(run_name=f"{run.name}-{attempt['attempt']}")
+        experiment = mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", "meshwright"))
+        tag = f"tags.`{_MLFLOW_TAG}` = '{attempt['run_id']}'"
+        earlier = mlflow.search_runs([experiment.experiment_id], tag, max_results=1, output_format="list")
+        if earlier:
+            mlflow_run = mlflow.start_run(run_id=earlier[0].info.run_id)
+        else:
+            mlflow_run = mlflow.start_run(run_name=run.name, tags={_MLFLOW_TAG: attempt["run_id"]})
         fields = job.model_dump(mode="json")
         parameters = {f"{section}.{name}": value for section, part in fields.items() for name, value in part.items()}
-        mlflow.log_params({name: str(value)[:_LONGEST_PARAMETER] for name, value in parameters.items()})
+        # MLflow refuses to change one; what a resumed run changed is in the attempt's file.
+        new = {name: value for name, value in parameters.items() if name not in mlflow_run.data.params}
+        mlflow.log_params({name: str(value)[:_LONGEST_PARAMETER] for name, value in new.items()})
         for name in attempt["files"]:
             mlflow.log_artifact(str(run / name))
 
