@@ -52,6 +52,17 @@ def test_a_step_of_nine_digits_has_a_copy_that_comes_back(tmp_path: Path, store:
     assert found is not None and found.facts.step == 100_000_000
 
 
+def test_a_step_that_is_repeated_takes_the_place_of_its_first_copy(tmp_path: Path, store: str) -> None:
+    run = tmp_path / "run"
+    saved_steps(run, store, [1])
+    shutil.rmtree(run / "checkpoints/step-00000001")
+    make_saver(run, backup_to=store).finish(1, lambda: state_of(tiny(7), 1))
+    repeated = newest(run).path.joinpath("model.safetensors").read_bytes()
+    shutil.rmtree(run)
+    found, _ = restore(run, store)
+    assert found is not None and found.path.joinpath("model.safetensors").read_bytes() == repeated
+
+
 def test_what_a_kill_left_half_copied_goes_with_the_next_copy(tmp_path: Path, store: str) -> None:
     run = tmp_path / "run"
     saved_steps(run, store, [1, 2])
