@@ -101,8 +101,10 @@ def _joined(job: Job, place: Place | None, trains: bool = True) -> Iterator[tupl
 
     from meshwright.launch.devices import with_own_device
     from meshwright.launch.failures import failures_written_down
-    from meshwright.layout import require_layout
+    from meshwright.layout import require_layout, with_values
     from meshwright.parallel import World, join_world
+    from meshwright.runs.auto import values_of_auto
+    from meshwright.runs.rank_zero import from_rank_zero
     from meshwright.train import choose_device, prepare_device
 
     with failures_written_down():
@@ -111,8 +113,10 @@ def _joined(job: Job, place: Place | None, trains: bool = True) -> Iterator[tupl
         if place is not None:
             job = with_own_device(job, place)
         device = choose_device(job)
+        world = join_world(job, device) if trains else World(device)
+        job = with_values(job, from_rank_zero(world, values_of_auto(job, device)))
         prepare_device(job, device)
-        yield job, join_world(job, device) if trains else World(device)
+        yield job, world
     if place is not None:
         dist.destroy_process_group()
 

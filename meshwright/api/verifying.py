@@ -59,7 +59,7 @@ class Report:
         checked = ["that the job trains"]
         if job.accumulation > 1:
             checked.append(f"{job.accumulation} micro-batches as the batch at once")
-        if job.run.compile:
+        if job.run.compiles:
             checked.append("compiled blocks as eager ones")
         if job.memory.recompute != "none":
             checked.append("recomputed blocks as others")
@@ -127,9 +127,10 @@ def verify(
     dtype = dtype or (run_format(own) if run else "float64")
     require_format(dtype, device)
     require_layout(own, ranks_of(own.layout))
-    from meshwright.verify import check_job, replay_on_gpu, require_real_size, shrink
+    from meshwright.verify import check_job, replay_on_gpu, require_real_size, resolved_for_check, shrink
 
-    unchecked = require_real_size(own)
+    own, unchecked = resolved_for_check(own, device)
+    unchecked += require_real_size(own)
     if run:
         return _verify_run(own, steps or 8, dtype, device, unchecked)
     small, changes = shrink(own, steps or 3, device)

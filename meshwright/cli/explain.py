@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from meshwright.job import Job, LoadedJob
+    from meshwright.layout import Device
 
 _FOLLOWING = ("model.kv_heads", "model.head_dim", "model.ffn_width")
 """Fields that the shape fills in from others."""
@@ -30,6 +31,8 @@ class Row:
     meaning: str
     changed: bool
     """Whether the job differs here from one of defaults alone."""
+    why: str = ""
+    """Why `auto` stands for the derived value."""
 
 
 def show_explained(source: str, overrides: list[str], changed: bool, as_json: bool) -> None:
@@ -42,7 +45,7 @@ def show_explained(source: str, overrides: list[str], changed: bool, as_json: bo
     if as_json:
         fields = [
             {"field": row.field, "value": row.value, "derived": row.derived, "origin": row.origin}
-            | {"meaning": row.meaning}
+            | {"meaning": row.meaning, **({"why": row.why} if row.why else {})}
             for row in rows
         ]
         print_json({"job": loaded.name, "accumulation": loaded.job.accumulation, "fields": fields})
@@ -58,9 +61,10 @@ def show_explained(source: str, overrides: list[str], changed: bool, as_json: bo
 
 def _rows(loaded: LoadedJob) -> list[Row]:
     from meshwright.job import Job, job_fields
-    from meshwright.layout import derived_values
+    from meshwright.layout import THE_CPU, auto_choices, derived_values
 
     values, derived = loaded.job.model_dump(mode="json"), derived_values(loaded.job)
+    choices, usual = auto_choices(loaded.job, _device_of(loaded.job)), auto_choices(Job(), THE_CPU)
     plain, plain_derived = Job().model_dump(mode="json"), derived_values(Job())
     rows = []
     for name, meaning in job_fields():
@@ -68,9 +72,25 @@ def _rows(loaded: LoadedJob) -> list[Row]:
         value, origin = values[section][field], loaded.origin(name)
         follows = value if name in _FOLLOWING and origin == "default" else derived.get(name)
         differs = (value, derived.get(name)) != (plain[section][field], plain_derived.get(name))
+        if (choice := choices.get(name)) is not None:
+            differs = choice.value != usual[name].value
+            rows.append(Row(name, value, choice.value, origin, meaning, differs, choice.why))
+            continue
         rows.append(Row(name, value, follows, origin, meaning, differs))
         rows += _inside(loaded, rows[-1])
     return rows
+
+
+def _device_of(job: Job) -> Device:
+    """What the job runs on: the GPUs of its [cluster], or this machine's device where it names none."""
+    from meshwright.layout import AUTO, THE_CPU, cluster_device
+
+    device = cluster_device(job.cluster)
+    if device is not None or AUTO not in (job.precision.compute, job.run.compile):
+        return device or THE_CPU
+    from meshwright.train import capabilities_here
+
+    return capabilities_here(job)
 
 
 def _inside(loaded: LoadedJob, row: Row) -> list[Row]:
@@ -116,6 +136,8 @@ def _field(row: Row, width: int) -> list[str]:
     from meshwright.job import toml_value
 
     name = row.field.rpartition(".")[2]
+    if row.why:
+        return [f"{f'{name} = {toml_value(row.derived)}':<{_ORIGIN_COLUMN}}# auto: {row.why}"]
     if row.derived is not None:
         return [f"{f'# {name} = {toml_value(row.derived)}':<{_ORIGIN_COLUMN}}# derived"]
     if row.value is None:

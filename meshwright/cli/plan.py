@@ -193,12 +193,13 @@ def _check(
     from meshwright.cli.output import print_json, stdout_console
     from meshwright.cli.plan_rehearsal import find_rehearsal, rehearsal_json, rehearsal_lines, rehearsal_tables
     from meshwright.job import load_job
-    from meshwright.layout import ranks_of
+    from meshwright.layout import ranks_of, resolve_for
     from meshwright.plan import check_target, error_bars, predict, why_refused
 
     job = load_job(source, overrides, trust=True).job  # none of its code is run
-    found = find_rehearsal(job, source, rehearsal)
+    found = find_rehearsal(job, source, rehearsal, cluster)
     machines, note = check_target(job, cluster or found.cluster_of(job))
+    job = resolve_for(job, machines)
     prediction = predict(job, machines)
     bars = error_bars(job, machines, prediction)
     known = found.evidence(job, machines, prediction, bars)

@@ -26,7 +26,7 @@ class FoundRehearsal:
     def cluster_of(self, job: "Job") -> str | None:
         """The rehearsal's cluster for a job that names none."""
         named = job.cluster.name or job.cluster.gpu
-        return None if named or self.rehearsal is None else self.rehearsal.cluster
+        return None if named or self.rehearsal is None else self.rehearsal.cluster or None
 
     def evidence(
         self, job: "Job", cluster: "Cluster", prediction: "Prediction", bars: "ErrorBars"
@@ -37,7 +37,7 @@ class FoundRehearsal:
         return None if self.rehearsal is None else evidence(job, cluster, prediction, bars, self.rehearsal)
 
 
-def find_rehearsal(job: "Job", source: str, given: Path | None) -> FoundRehearsal:
+def find_rehearsal(job: "Job", source: str, given: Path | None, cluster: str | None) -> FoundRehearsal:
     """The given rehearsal, which must be of this very job; else the one in the folder that the job is read from, if it
     still is of this job."""
     from meshwright.errors import UserError
@@ -51,11 +51,15 @@ def find_rehearsal(job: "Job", source: str, given: Path | None) -> FoundRehearsa
         folder = next((place for place in places if (place / REHEARSAL).is_file()), None)
     if folder is None:
         return FoundRehearsal()
+    from meshwright.layout import resolve_for
+    from meshwright.plan import check_target
     from meshwright.rehearse import mismatches
     from meshwright.rehearse.folder import read_rehearsal
 
     rehearsal = read_rehearsal(folder)
-    differing = mismatches(job, load_job(str(folder), trust=True).job, rehearsal)  # none of its code is run
+    found = FoundRehearsal(folder, rehearsal)
+    planned = resolve_for(job, check_target(job, cluster or found.cluster_of(job))[0])
+    differing = mismatches(planned, load_job(str(folder), trust=True).job, rehearsal)  # none of its code is run
     if differing and given is not None:
         raise UserError(
             f"--rehearsal = {given} is not of this job: {', '.join(differing)}; rehearse the job as it is now, or "
@@ -63,7 +67,7 @@ def find_rehearsal(job: "Job", source: str, given: Path | None) -> FoundRehearsa
         )
     if differing:
         return FoundRehearsal(not_used=f"the rehearsal in {folder} is not used: {', '.join(differing)}")
-    return FoundRehearsal(folder, rehearsal)
+    return found
 
 
 def rehearsal_json(found: FoundRehearsal, known: "Evidence") -> dict[str, Any]:

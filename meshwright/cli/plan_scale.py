@@ -13,6 +13,7 @@ def show_scale(
     from meshwright.cli.output import print_json, stdout_console
     from meshwright.errors import UserError
     from meshwright.job import load_job
+    from meshwright.layout import resolve_for
     from meshwright.plan import check_target, scale, scale_lines
 
     numbers = [int(word) for word in sizes.split(",") if word.strip().isdigit() and int(word) > 0]
@@ -20,7 +21,7 @@ def show_scale(
         raise UserError(f"--scale = {sizes} is not a list of numbers; write e.g. 8,16,32")
     job = load_job(source, overrides, trust=True).job  # none of its code is run
     machine, note = check_target(job, cluster)
-    points = scale(job, machine, numbers, "weak" if weak else "strong", axis)
+    points = scale(resolve_for(job, machine), machine, numbers, "weak" if weak else "strong", axis)
     largest = next((one.bars for one in reversed(points) if one.bars is not None), None)
     evidence = None if largest is None else {"time": largest.evidence, "memory": largest.memory_evidence}
     guessed = list(dict.fromkeys(guess for one in points if one.prediction for guess in one.prediction.guessed))

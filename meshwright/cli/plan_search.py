@@ -162,7 +162,7 @@ def _lines(found: "Found", training: Training) -> list[str]:
 
 def _mfu_lines(best: "Candidate", machines: "Cluster") -> list[str]:
     """What the MFU is a share of, and how much it is with only the pairs that a causal mask leaves."""
-    prediction, compute = best.prediction, best.job.precision.compute
+    prediction, compute = best.prediction, best.job.precision.format
     if prediction.mfu is None:
         return []
     peak = prediction.model_flops_per_s_per_gpu / prediction.mfu / 1e12

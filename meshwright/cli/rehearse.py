@@ -1,6 +1,7 @@
 """`meshwright rehearse`: one rank of the cluster's job, at full size, on the one device that is here."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import typer
@@ -43,6 +44,9 @@ def rehearse(
 
     from meshwright.rehearse.apart import RehearsalFailed
     from meshwright.rehearse.run import rehearse as run
+    from meshwright.rehearse.run import resolved_for_rehearsal
+
+    loaded = replace(loaded, job=resolved_for_rehearsal(loaded.job, cluster))
 
     asked = {"cluster": cluster, "rank": rank, "each_stage": each_stage, "steps": steps, "warmup": warmup}
     try:

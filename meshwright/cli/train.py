@@ -237,8 +237,10 @@ def _next(finished: "Finished", job: "Job") -> str | None:
     """The command to continue with; a run on tokens without text has none."""
     from meshwright.job import code_of
     from meshwright.layout import ranks_of
+    from meshwright.runs import RunFolder
 
     run, ranks = shlex.quote(str(finished.folder)), ranks_of(job.layout)
+    job = RunFolder.open(finished.folder).resolved_job(trust=True)
     trust = " --trust" if code_of(job) else ""  # which only the folder names from now on
     if finished.outcome.reason == "interrupted":
         return f"meshwright train {run} --resume{f' --nproc {ranks}' if ranks > 1 else ''}{trust}"

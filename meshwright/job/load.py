@@ -110,7 +110,7 @@ def updated_text(text: str, changed: Mapping[str, Any], job: Job) -> str:
         same = _resolved(toml_table(new), {}, Path("job.toml"))[0]
     except (UserError, ValueError, AttributeError, TypeError):  # altered by hand since
         return job_text(job, heading)
-    return new if _settings(same) == _settings(job) else job_text(job, heading)
+    return new if _loads_as(same, job) else job_text(job, heading)
 
 
 def planned_text(loaded: LoadedJob, job: Job, fields: Iterable[str]) -> str:
@@ -132,9 +132,10 @@ def planned_text(loaded: LoadedJob, job: Job, fields: Iterable[str]) -> str:
     return text
 
 
-def _settings(job: Job) -> Table:
-    """Every field but the folder: a run folder may be moved."""
-    return job.model_dump(exclude={"run": {"folder"}})
+def _loads_as(same: Job, job: Job) -> bool:
+    """Whether a file's job is this one: the folder may be moved, and `auto` stands for the values that a run chose."""
+    table, wanted = (one.model_dump(exclude={"run": {"folder"}}) for one in (same, job))
+    return all(value in ("auto", wanted[key][name]) for key, fields in table.items() for name, value in fields.items())
 
 
 def changed_job(job: Job, overrides: Overrides) -> Job:

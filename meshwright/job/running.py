@@ -19,8 +19,8 @@ class Run(Section):
     """Determines initial weights, data order and dropout."""
     device: str = "auto"
     """auto (the first GPU, else the CPU), cpu, cuda or cuda:N."""
-    compile: bool = False
-    """torch.compile every block."""
+    compile: bool | Literal["auto"] = "auto"
+    """torch.compile every block; auto does on a GPU, unless the layout does not support it."""
     cuda_graph: bool = False
     """Launch forward and backward of a micro-batch as one CUDA graph, on one GPU with static shapes; continues without
     if that is not possible, with an event that says why."""
@@ -37,6 +37,11 @@ class Run(Section):
     """What to do on a loss spike or a non-finite loss or gradient norm: stop, skip the update, rewind, or continue."""
     spike_score: NonNegativeFloat = Field(default=0.0, le=1e12)
     """A loss this many robust deviations above the recent ones is a bad step; 10 is a good start, 0 is off."""
+
+    @property
+    def compiles(self) -> bool:
+        """Whether blocks are compiled; not until auto is resolved for a device."""
+        return self.compile is True
 
 
 class Checkpoint(Section):

@@ -10,6 +10,7 @@ from meshwright.job.tokens import SampleTokens, SequenceLength
 
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
 
+Format = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
 FORMAT_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2, "int8": 1}
 """Bytes per number in memory: tf32 and fp8 apply to matrix products only; fp8 jobs store numbers in bf16."""
 
@@ -28,9 +29,10 @@ class Batch(Section):
 class Precision(Section):
     """Number formats; the master parameters are always 32-bit."""
 
-    compute: Literal["fp32", "tf32", "bf16", "fp16", "fp8"] = "fp32"
-    """Format of forward and backward; below fp32 a working copy of the weights is derived from the master. tf32 rounds
-    only the inputs of products, fp16 has a dynamic loss scale, fp8 is bf16 with fp8 products inside the blocks."""
+    compute: Literal["auto", "fp32", "tf32", "bf16", "fp16", "fp8"] = "auto"
+    """Format of forward and backward; auto is bf16 on a GPU that has it, else fp32. Below fp32 a working copy of the
+    weights is derived from the master. tf32 rounds only the inputs of products, fp16 has a dynamic loss scale, fp8 is
+    bf16 with fp8 products inside the blocks."""
     fp8_scales: Literal["tensor", "row", "block"] = "tensor"
     """fp8: what shares a scale. A whole tensor; a row of either operand along the dim that is summed over; or a block,
     1 × 128 numbers of activations and gradients and 128 × 128 of weights. Rows and blocks have e4m3 gradients."""
@@ -45,9 +47,14 @@ class Precision(Section):
     """Format of the optimizer's moments of matrices; int8 has a scale per 128 columns of a row, or fewer."""
 
     @property
+    def format(self) -> Format:
+        """The format of computation; that of a CPU until auto is resolved for a device."""
+        return "fp32" if self.compute == "auto" else self.compute
+
+    @property
     def number_bytes(self) -> int:
         """Bytes per number in computation."""
-        return FORMAT_BYTES[self.compute]
+        return FORMAT_BYTES[self.format]
 
     @property
     def gradient_bytes(self) -> int:

@@ -11,7 +11,7 @@ def code_of(job: Job) -> dict[str, str]:
         code["model.file"] = f'model.file = "{job.model.file}"'
     if job.data.encoder is not None:
         code["data.encoder"] = f'data.encoder = "{job.data.encoder}"'
-    if job.run.compile and job.data.cache is not None:
+    if job.run.compile is not False and job.data.cache is not None:
         code["data.cache"] = f'data.cache = "{job.data.cache}", from which run.compile loads compiled code'
     return code
 

@@ -68,12 +68,12 @@ _READERS: list[tuple[str, str, Callable[[Job], bool]]] = [
     (
         "precision.fp8_scales precision.fp8_head",
         'precision.compute = "fp8"',
-        lambda job: job.precision.compute == "fp8",
+        lambda job: job.precision.format == "fp8",
     ),
     (
         "precision.fp8_gather",
         'precision.compute = "fp8" where ranks share states (layout.zero above 0, dp_shard · cp above 1)',
-        lambda job: job.precision.compute == "fp8" and job.layout.shares_states,
+        lambda job: job.precision.format == "fp8" and job.layout.shares_states,
     ),
     (
         "optimizer.momentum",

@@ -47,7 +47,7 @@ def no_forks() -> Iterator[None]:
 @contextmanager
 def ranks_forked(job: Job) -> Iterator[None]:
     """Inside, torch's agent forks the ranks of `python -m meshwright ARGUMENTS` instead of starting new programs."""
-    preload(job.run.compile)
+    preload(job.run.compiles)
 
     torch.set_num_threads(1)  # a fork has none of the compute threads, and would wait for them
     agent: Any = api  # where it looks up how to start a rank

@@ -23,10 +23,11 @@ from meshwright.launch.failures import NoMeetingPoint, leave, table_errors_expla
 from meshwright.launch.rank_failure import RankFailure
 from meshwright.launch.signals import stop_on_signal
 from meshwright.launch.watchdog import signs_of_life
-from meshwright.layout import ranks_of, require_layout
+from meshwright.layout import ranks_of, require_layout, with_values
 from meshwright.parallel import World, join_world
 from meshwright.ranks import ALONE, Place, own_place
 from meshwright.runs import RunFolder
+from meshwright.runs.auto import record_values, values_of_auto
 from meshwright.runs.callbacks import Callbacks, StopAsked
 from meshwright.runs.huggingface import fetch_unless_resumed
 from meshwright.runs.lifecycle import (
@@ -106,7 +107,6 @@ def run_job(
     with signs_of_life(loaded.job.run.watchdog_s, place or ALONE, activity) as life:
         job = with_own_device(loaded.job, place) if place else loaded.job
         device = choose_device(job)
-        prepare_device(job, device)
         if trace is not None and trace.nvtx:
             require_nvtx(device)
         activity.at("connecting to the other ranks")
@@ -114,7 +114,8 @@ def run_job(
             world = _met(job, device) if place else World(device)
         life.met()
         activity.at("preparing data and looking for a checkpoint")
-        corpus, folder, start = _open(loaded, job, world, console, launched_in, resume or _restarts(place) > 0)
+        job, corpus, folder, start = _open(loaded, job, world, console, launched_in, resume or _restarts(place) > 0)
+        prepare_device(job, device)
         start = replace(start, activity=activity, dtype=dtype)
         life.found(start.lease.run)
         if folder is not None:
@@ -212,8 +213,9 @@ def _restarts(place: Place | None) -> int:
 
 def _open(
     loaded: LoadedJob, job: Job, world: World, console: Console, launched_in: str | None, resume: bool
-) -> tuple[Corpus, RunFolder | None, Start]:
-    """Rank 0 prepares data and folder, then the others find the data in the cache and all look for a checkpoint."""
+) -> tuple[Job, Corpus, RunFolder | None, Start]:
+    """Rank 0 prepares data and folder, then the others find the data in the cache and all look for a checkpoint; the
+    job's fields that are `auto` get their values."""
 
     def prepare_all() -> tuple[Corpus, Path, bool]:
         path = Path(launched_in) if launched_in else run_path(loaded, resume)
@@ -229,6 +231,8 @@ def _open(
     corpus = prepared[0] if prepared is not None else prepare_data(job, console)
     path, continues = from_rank_zero(world, prepared[1:] if prepared is not None else (Path(), False))
     found = find_checkpoint(path, world, job.checkpoint.backup_to) if continues else Found()
+    values = from_rank_zero(world, values_of_auto(job, world.device, found.checkpoint))
+    job = with_values(job, values)
 
     def open_folder() -> tuple[RunFolder, Start]:
         if found.checkpoint is not None:
@@ -236,6 +240,7 @@ def _open(
         folder = RunFolder.open(path) if launched_in or continues else create_folder(loaded, path)
         if world.size > 1 and launched_in is None and (restart := int(os.environ.get(RESTARTS, "0"))):
             folder.event("restart", restart=restart, cause=_last_failure(folder), ranks=world.size)
+        record_values(folder, values)
         start = begin(folder, job, found, console)
         folder.require_written()
         print_headline(job, corpus, world, folder, console)
@@ -244,8 +249,8 @@ def _open(
     opened = on_rank_zero(world, open_folder)
     attempt = from_rank_zero(world, opened[1].lease.attempt if opened is not None else 0)
     if opened is not None:
-        return corpus, *opened
-    return corpus, None, Start(Lease(path, attempt), found.checkpoint)
+        return job, corpus, *opened
+    return job, corpus, None, Start(Lease(path, attempt), found.checkpoint)
 
 
 def _last_failure(folder: RunFolder) -> str:

@@ -8,6 +8,17 @@ from meshwright.layout.activations import (
     saved_by_name,
     stages_of_rank,
 )
+from meshwright.layout.auto import (
+    AUTO,
+    THE_CPU,
+    Device,
+    auto_choices,
+    cluster_device,
+    device_of_check,
+    resolve_auto,
+    resolve_for,
+    with_values,
+)
 from meshwright.layout.derived import derived_values
 from meshwright.layout.encoder import recomputes_encoder
 from meshwright.layout.experts import expert_ranks, require_experts
@@ -28,11 +39,17 @@ from meshwright.layout.rules import (
 from meshwright.layout.stages import split_layers
 
 __all__ = [
+    "AUTO",
     "FP8_MULTIPLE",
+    "THE_CPU",
+    "Device",
+    "auto_choices",
     "axes",
     "budget_span",
     "casts_from",
+    "cluster_device",
     "derived_values",
+    "device_of_check",
     "encoder_bytes",
     "expert_ranks",
     "gathers_fp8",
@@ -49,10 +66,13 @@ __all__ = [
     "require_budget_counts",
     "require_experts",
     "require_layout",
+    "resolve_auto",
+    "resolve_for",
     "saved_by_name",
     "split_layers",
     "stages_of_rank",
     "sure_budget",
     "table_of",
     "updates_in_one_pass",
+    "with_values",
 ]

@@ -83,7 +83,7 @@ def _covers(more: Holding, less: Holding) -> bool:
 def _stage(job: Job, blocks: int, *, first: bool, last: bool) -> StageBytes:
     layout, batch = job.layout, job.batch
     cut = (layout.tp, layout.sp, layout.cp, layout.cp_method)
-    sizes = (job.model, batch.micro_batch, batch.sequence_length, job.precision.compute)
+    sizes = (job.model, batch.micro_batch, batch.sequence_length, job.precision.format)
     modes, fixed = _block_of_stage(*sizes, cut, first, last)
     return StageBytes(blocks, modes, fixed)
 

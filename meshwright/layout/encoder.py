@@ -34,7 +34,7 @@ def require_encoder_layout(job: Job) -> None:
         raise UserError(
             f'layout.compress = "{job.layout.compress}" is not supported with {section} yet; set it to "none"'
         )
-    if job.precision.compute == "fp8" and "decoder" not in encoder.train:
+    if job.precision.format == "fp8" and "decoder" not in encoder.train:
         raise UserError(
             f'precision.compute = "fp8" rounds products whose weights {section}.train leaves as they are; set '
             'precision.compute = "bf16" or add "decoder"'

@@ -9,9 +9,9 @@ FP8_MULTIPLE = 16
 
 def require_precision(job: Job) -> None:
     """Refuse formats that the layout, the model's shape or other formats rule out."""
-    if job.precision.compute == "fp16":
+    if job.precision.format == "fp16":
         _require_one_decision(job)
-    if job.precision.compute == "fp8":
+    if job.precision.format == "fp8":
         _require_sides(job)
     if gathers_fp8(job):
         _require_fp8_gather(job)
@@ -21,7 +21,7 @@ def require_precision(job: Job) -> None:
 
 def gathers_fp8(job: Job) -> bool:
     """Whether ranks that share the blocks' weights gather them in fp8."""
-    return job.precision.fp8_gather and job.precision.compute == "fp8" and job.layout.shares_states
+    return job.precision.fp8_gather and job.precision.format == "fp8" and job.layout.shares_states
 
 
 def _require_fp8_gather(job: Job) -> None:
@@ -68,7 +68,7 @@ def _require_narrow_gradients(job: Job) -> None:
     gradients = 'precision.gradients = "bf16"'
     if job.precision.number_bytes == FORMAT_BYTES["fp32"]:
         raise UserError(
-            f'{gradients} is for gradients computed in 16 bits, but precision.compute = "{job.precision.compute}" '
+            f'{gradients} is for gradients computed in 16 bits, but precision.compute = "{job.precision.format}" '
             'computes them in 32; set precision.compute = "bf16" or precision.gradients = "fp32"'
         )
     if job.layout.pp > 1 and job.layout.schedule == "pipedream":

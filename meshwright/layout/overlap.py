@@ -15,9 +15,9 @@ def require_async_tensor(job: Job) -> None:
         raise UserError(
             f"{asked} cuts messages along the sequence, but layout.sp = false; set layout.sp = true or {off}"
         )
-    if not job.run.compile:
+    if job.run.compile is False:
         raise UserError(f"{asked} is the compiler's work, but run.compile = false; set run.compile = true or {off}")
-    if job.precision.compute == "fp8":
+    if job.precision.format == "fp8":
         raise UserError(
             f'{asked} is not verified with products in precision.compute = "fp8", which are rounded after the message; '
             f'set precision.compute = "bf16" or {off}'

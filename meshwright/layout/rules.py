@@ -177,7 +177,7 @@ def _require_split_backward(job: Job) -> None:
             f"layout.zero = 3 frees parameters between the two halves of a backward that layout.schedule = "
             f'"{layout.schedule}" splits, which makes gradients wrong; set layout.zero = 2 or layout.schedule = "1f1b"'
         )
-    if job.run.compile:
+    if job.run.compiles:
         raise UserError(
             f'run.compile = true hangs with layout.schedule = "{layout.schedule}", which splits the backward in two; '
             f'set run.compile = false or layout.schedule = "1f1b"'
@@ -215,7 +215,7 @@ def _require_pipedream(job: Job) -> None:
             f"embedding, as model.extra_tokens = {job.model.extra_tokens} needs; set model.extra_tokens = 0 or "
             'layout.schedule = "1f1b"'
         )
-    if job.run.compile:
+    if job.run.compiles:
         raise UserError(
             f"{schedule} swaps a block's weights from one mini-batch to the next, which is not verified with "
             "run.compile = true; set run.compile = false"
@@ -231,7 +231,7 @@ def _require_compression(job: Job) -> None:
             f"{compress} compresses gradients between replicas, but layout.dp_replicate = 1; raise it or set "
             'layout.compress = "none"'
         )
-    if job.precision.compute == "fp16":
+    if job.precision.format == "fp16":
         raise UserError(
             f'{compress} keeps what it does not send for later steps, where precision.compute = "fp16" may scale '
             'gradients differently; set precision.compute = "bf16" or layout.compress = "none"'
@@ -286,7 +286,7 @@ def _require_adapter(job: Job) -> None:
             'layout.schedule = "pipedream" keeps versions of all weights, and model.adapter trains only some; set '
             'layout.schedule = "1f1b" or leave model.adapter out'
         )
-    if job.precision.compute == "fp8":
+    if job.precision.format == "fp8":
         raise UserError(
             'precision.compute = "fp8" rounds the products next to which model.adapter is trained; set '
             'precision.compute = "bf16"'
@@ -325,7 +325,7 @@ def casts_from(job: Job) -> int | None:
     first = 1 if ranks_of(job.layout) == 1 else 2
     kept = job.layout.pp == 1 and not {"optimizer", "params"} & set(job.memory.offload)
     kept = kept and (first == 1 or job.layout.zero_stage < 3)
-    return first if kept and job.precision.compute == "fp8" and job.accumulation > first else None
+    return first if kept and job.precision.format == "fp8" and job.accumulation > first else None
 
 
 def updates_in_one_pass(job: Job) -> bool:
@@ -340,5 +340,5 @@ def gradient_format(job: Job) -> str:
     With one micro-batch per step nothing is summed: as computed by backward they are as exact as when widened.
     """
     if job.accumulation == 1 and updates_in_one_pass(job):
-        return job.precision.compute
+        return job.precision.format
     return job.precision.gradients

@@ -7,6 +7,7 @@ from typing import Any
 
 from meshwright.errors import UserError
 from meshwright.job import Job, load_job
+from meshwright.layout import resolve_for
 from meshwright.measure.loading import cores
 from meshwright.measure.sweep import Sweep
 from meshwright.plan import Candidate, predict
@@ -203,6 +204,7 @@ def _expected(job: Job, device: str, devices: int) -> Candidate | None:
     if cluster is None or job.model.file is not None:
         return None
     try:
+        job = resolve_for(job, cluster)
         return Candidate(job, predict(job, cluster))
     except UserError:
         return None

@@ -61,7 +61,7 @@ def build(job: Job, world: World, dtype: torch.dtype | None = None) -> tuple[Eng
     `dtype` overrides the formats of masters, gradients and computation.
     """
     master = dtype or torch.float32
-    compute = dtype or DTYPES[job.precision.compute]
+    compute = dtype or DTYPES[job.precision.format]
     if offloads(job, "optimizer", "params") and world.device.type == "cuda":
         share_cores()
     engine: Engine | PipeDream
@@ -157,16 +157,16 @@ def _build_model(
         parameter.requires_grad_(False)
     shapes |= quantise_projections(model, job.model)
     frozen = _frozen(job, model)
-    if job.precision.compute == "fp8" and compute == DTYPES["fp8"]:
+    if job.precision.format == "fp8" and compute == DTYPES["fp8"]:
         use_fp8(cast(nn.Module, model.layers), job.precision.fp8_scales)
         if job.precision.fp8_head and last:
             use_fp8_in_head(model)
-    if job.run.compile and job.layout.tp == 1:
+    if job.run.compiles and job.layout.tp == 1:
         _fuse_projections(model)
     if world.context_group is not None:
         _attend_over_ranks(model, job, world.context_group)
     modes = recompute_modes(job, table_of(job) if job.layout.pp > 1 else None, world.axis_rank("pp"))
-    if job.run.compile:
+    if job.run.compiles:
         # With attention over ranks only recomputation around the block was measured on a GPU.
         around = world.context_group is not None or (job.layout.tp > 1 and COMPILER_SAVES_MESHES)
         # Before weights are drawn, which takes as long as the compiler's processes need. Of a user's own code we do not
@@ -175,7 +175,7 @@ def _build_model(
         _compile(model, modes, recompute_around=around)
         _overlap(job, world)
     for block in encoder_blocks(model):
-        if job.run.compile:
+        if job.run.compiles:
             block.forward = torch.compile(block.forward)
         if recomputes_encoder(job):
             recompute_block(block)

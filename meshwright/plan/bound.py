@@ -79,7 +79,7 @@ class Layouts:
         own, pipe = self.families[self.family[index]].job, self.pipes[self.pipe[index]]
         degrees, (zero, shard) = own.layout, self.shardings[self.sharding[index]]
         replicate = self.gpus // (degrees.tp * degrees.cp * pipe.pp * shard)
-        way = with_way(self.job, own.precision.compute, own.run.compile)
+        way = with_way(self.job, own.precision.format, own.run.compiles)
         made = with_layout(way, pipe, degrees, own.batch.micro_batch, zero, shard, replicate, int(self.mode[index]))
         if self.offload[index]:
             made = made.model_copy(update={"memory": made.memory.model_copy(update={"offload": ("optimizer",)})})
@@ -145,7 +145,7 @@ class _Rows:
             np.array([getattr(one, axis) for one in layouts], dtype=int)[:, None, None] for axis in ("cp", "tp", "ep")
         )
         micro = np.array([one.job.batch.micro_batch for one in self.families], dtype=int)[:, None]
-        compiled = np.array([one.job.run.compile for one in self.families], dtype=bool)[:, None]
+        compiled = np.array([one.job.run.compiles for one in self.families], dtype=bool)[:, None]
         pp = np.array([pipe.pp for pipe in self.pipes])[None, :]
         loops = np.array([pipe.schedule == "interleaved" for pipe in self.pipes])[None, :]
         splits = np.array([pipe.splits_backward for pipe in self.pipes])[None, :]
@@ -155,7 +155,7 @@ class _Rows:
         if self._at_once:
             pairs &= batch == micro * dp
         # Halves of a backward are not compiled; what is not compiled for their sake runs nothing else.
-        pairs &= np.where(splits, ~compiled, compiled == self.job.run.compile)
+        pairs &= np.where(splits, ~compiled, compiled == self.job.run.compiles)
         zero, shard = (np.array(one)[None, None, :] for one in zip(*shardings, strict=True))
         valid = pairs[:, :, None] & (dp[:, :, None] % shard == 0)
         valid &= np.where(zero == 0, cp == 1, shard * cp > 1)
@@ -360,7 +360,7 @@ class _Rows:
     def _update_rate(self) -> float:
         """Seconds for each further parameter that a rank updates."""
         machine, many = self.machine, 1e9
-        device = device_of(machine.gpu, machine.rates, self.job.precision.compute, machine.measured)
+        device = device_of(machine.gpu, machine.rates, self.job.precision.format, machine.measured)
         spread = self.job.model_copy(update={"layout": layout_with(self.job.layout, {"dp_shard": machine.gpus})})
         took = [update_s(spread, device, size, 2, own=True) for size in (many, 2 * many)]
         return max(0.0, took[1] - took[0]) / many

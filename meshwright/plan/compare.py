@@ -98,8 +98,8 @@ def compare_with_plan(
 def _parts(job: Job, cluster: Cluster, prediction: Prediction) -> dict[str, float]:
     """A step's parts as timers see them: the head computes its gradients in the forward, as part of the loss."""
     machine = machine_of(cluster)
-    device = device_of(machine.gpu, machine.rates, job.precision.compute, machine.measured)
-    head = head_work(job, device, MESHWRIGHT_COMPILED if job.run.compile else MESHWRIGHT)
+    device = device_of(machine.gpu, machine.rates, job.precision.format, machine.measured)
+    head = head_work(job, device, MESHWRIGHT_COMPILED if job.run.compiles else MESHWRIGHT)
     phases = prediction.phases
     return {
         "forward": sum(phases.get(name, 0.0) for name in _FORWARD) - job.accumulation * head.forward,

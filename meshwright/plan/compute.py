@@ -175,7 +175,7 @@ def _gradient_sum_s(job: Job, device: Device, software: Software, parameters: fl
     if software.own and (job.layout.zero_stage == 0 or on_cpu):
         # The first micro-batch's are widened, by a GPU's update if there is no other; those of others are added.
         each = job.precision.number_bytes
-        kept_narrow = gradient_format(job) == job.precision.compute and not on_cpu
+        kept_narrow = gradient_format(job) == job.precision.format and not on_cpu
         first = 0 if each == wide or kept_narrow else each + wide
         moved = parameters * (first + (each + 2 * wide) * (job.accumulation - 1)) / job.accumulation
     if job.layout.zero_stage == 3 and not on_cpu:
@@ -287,7 +287,7 @@ def _elementwise_s(job: Job, device: Device, software: Software) -> tuple[float,
 def recomputes_swiglu(job: Job, software: Software) -> bool:
     """Whether the backward of dense feed-forwards computes SwiGLU's result again: `FeedForward` does where their last
     projection is a trained matrix in 16 bits or more."""
-    plain = job.precision.compute != "fp8" and job.model.adapter is None
+    plain = job.precision.format != "fp8" and job.model.adapter is None
     fused = software.own and software.fusion == "fused" and job.layout.tp == 1
     return plain and fused and software.lean_blocks and job.model.activation == "swiglu"
 

@@ -82,7 +82,7 @@ def layout_words(job: Job) -> str:
     parts += [f"micro-batch {job.batch.micro_batch}", f"recompute {job.memory.recompute}"]
     if job.memory.offload:
         parts.append(f"offload {' and '.join(job.memory.offload)}")
-    return ", ".join([*parts, *(["fp8"] if job.precision.compute == "fp8" else [])])
+    return ", ".join([*parts, *(["fp8"] if job.precision.format == "fp8" else [])])
 
 
 def layers_in_words(split: tuple[int, ...]) -> str:
@@ -162,5 +162,5 @@ def _settings(job: Job) -> dict[str, Any]:
         "batch.micro_batch": job.batch.micro_batch,
         "memory.recompute": job.memory.recompute,
         "memory.offload": job.memory.offload,
-        "precision.compute": job.precision.compute,
+        "precision.compute": job.precision.format,
     }

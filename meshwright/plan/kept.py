@@ -59,9 +59,9 @@ def _edited(job: Job, software: Software, sizes: dict[str, float]) -> dict[str, 
         if job.model.positions != "rope" and not job.model.qk_norm:
             del edited["attention.q"], edited["attention.k"]
         edited["weights side by side"] = side_by_side(job, software)
-        if job.precision.compute == "fp8":
+        if job.precision.format == "fp8":
             _cast_inputs(job, edited)
-    if not software.own and software.fp8_scales == "delayed" and job.precision.compute == "fp8":
+    if not software.own and software.fp8_scales == "delayed" and job.precision.format == "fp8":
         # Transformer Engine keeps the inputs of products as it cast them.
         for name in _CAST & edited.keys():
             edited[name] /= 2
@@ -114,7 +114,7 @@ def side_by_side(job: Job, software: Software) -> float:
     if job.model.adapter is not None:  # frozen ones are not kept
         return 0.0
     weights = [columns * inner for _, columns, inner in products_of(job, software)]
-    if job.precision.compute == "fp8":
+    if job.precision.format == "fp8":
         return float(sum(weights))
     gated = job.model.activation == "swiglu" and feedforward_width(job.model) > 0
     fused = weights[:2] if gated else weights[:1]
@@ -124,7 +124,7 @@ def side_by_side(job: Job, software: Software) -> float:
 def joins_weights(job: Job) -> bool:
     """Whether working copies of weights lie side by side: on one device, and without adapters, which leave weights as
     they are, or fp8, whose casts are concatenated."""
-    plain = job.precision.compute in ("bf16", "fp16") and job.model.adapter is None
+    plain = job.precision.format in ("bf16", "fp16") and job.model.adapter is None
     return plain and ranks_of(job.layout) == 1 and not {"optimizer", "params"} & set(job.memory.offload)
 
 
@@ -132,7 +132,7 @@ def sizes_of(job: Job, mode: str) -> dict[str, float]:
     """A block's saved tensors on one rank by name, as our own trainer saves them."""
     layout, batch = job.layout, job.batch
     cut = (layout.tp, layout.sp, layout.cp, layout.cp_method)
-    return dict(_sizes(job.model, batch.micro_batch, batch.sequence_length, job.precision.compute, cut, mode))
+    return dict(_sizes(job.model, batch.micro_batch, batch.sequence_length, job.precision.format, cut, mode))
 
 
 @lru_cache(maxsize=4096)

@@ -57,7 +57,7 @@ def own_launches(job: Job, software: Software, mode: str) -> tuple[float, float]
     operations += 2 * (job.layout.tp > 1) + (_ROUTING_OPERATIONS if model.experts else 0)
     if software.fusion == "fused":
         forward = 33 + 0.75 * operations
-        casts = (50, 22) if job.precision.compute == "fp8" else (0, 0)
+        casts = (50, 22) if job.precision.format == "fp8" else (0, 0)
         again = {"full": 8.0, "segment": forward, "joined": forward}.get(mode, 0.0)  # inside the graph, or around it
         return forward + casts[0], 1.6 * forward + casts[1] + again
     forward = 2.65 * operations
@@ -74,6 +74,6 @@ def kernels_of(job: Job, software: Software) -> int:
     kernels += 2 if job.layout.tp > 1 else 0
     if job.model.experts is not None:
         held = job.model.experts.count // job.layout.ep
-        casts = 2 if job.precision.compute == "fp8" else 1
+        casts = 2 if job.precision.format == "fp8" else 1
         kernels += 40 + 2 * casts * held * software.expert_calls
     return kernels

@@ -19,7 +19,7 @@ from meshwright.hardware import (
 from meshwright.hardware.profile import CPU
 from meshwright.job import Job
 from meshwright.job.devices import Cluster
-from meshwright.layout import ranks_of
+from meshwright.layout import AUTO, ranks_of
 from meshwright.plan.communication import Wires
 from meshwright.plan.kernels import UNKNOWN_BANDWIDTH
 from meshwright.plan.measured import Measured, measured_of
@@ -170,9 +170,9 @@ def machine_of(cluster: Cluster, *, profiled: bool = True) -> Machine:
 
 
 def usual_compute(cluster: Cluster) -> str:
-    """What models are trained in on these machines if nobody says: bf16, or fp16 on GPUs that came before it."""
+    """What models are trained in on these machines if nobody says: fp16 on GPUs that came before bf16."""
     peak = machine_of(cluster).gpu.peak
-    return "fp16" if "fp16" in peak and "bf16" not in peak else "bf16"
+    return "fp16" if "fp16" in peak and "bf16" not in peak else AUTO
 
 
 def _of_other_ranks(profile: Profile, ranks: int) -> list[str]:

@@ -253,7 +253,7 @@ def _loss(job: Job, software: Software) -> Terms:
     # what continues in the weight's own format.
     made = 4.0 * lines * width + max(each * rows * lines, each * vocabulary * width if each == 2 else 0.0)
     made += each * (tokens * width + (lines * width if lines > vocabulary else 0)) + waiting_bytes(job)
-    if job.precision.compute == "fp8" and job.precision.fp8_head:
+    if job.precision.format == "fp8" and job.precision.fp8_head:
         # The weight and a chunk's gradient in fp8, each twice; and a chunk's share of the weight's, before it is added.
         made += 2.0 * lines * (width + rows) + 4.0 * lines * width
     return {"logits and loss": made, "final norm": 2.0 * each * tokens * width}

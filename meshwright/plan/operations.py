@@ -63,7 +63,7 @@ class Operations:
 
     def block(self, job: Job, tokens: int) -> Seconds:
         """Norms, rotation, activation, biases, dropout, residuals, and sums of gradients of what is used twice."""
-        model, tp, dtype = job.model, job.layout.tp, job.precision.compute
+        model, tp, dtype = job.model, job.layout.tp, job.precision.format
         stream = tokens / (tp if job.layout.sp else 1), model.width
         heads, kv_heads = tokens * (model.heads // tp), tokens * kv_heads_of(job)
         inner = tokens, model.ffn_width / tp
@@ -88,7 +88,7 @@ class Operations:
 
     def head(self, job: Job, tokens: int, vocabulary: int) -> Seconds:
         """The final norm, and the matrix's gradient, which starts as zeros and is scaled in the backward."""
-        model, dtype = job.model, job.precision.compute
+        model, dtype = job.model, job.precision.format
         norm, norm_back = self.of(model.norm, dtype, tokens, model.width)
         zeros, _ = self.of("fill", "fp32", vocabulary, model.width)
         scaled = self.of("scale", dtype, vocabulary, model.width)[0] + self.of("scale", dtype, tokens, model.width)[0]
@@ -96,7 +96,7 @@ class Operations:
 
     def embedding(self, job: Job, tokens: int) -> Seconds:
         """Rows looked up; in the backward a table of zeros that they are added to, and to the head's if it is tied."""
-        model, dtype = job.model, job.precision.compute
+        model, dtype = job.model, job.precision.format
         rows, rows_back = self.of("embedding", dtype, tokens, model.width)
         tables = [model.vocab_size / job.layout.tp]
         if model.positions == "learned":

@@ -113,7 +113,7 @@ def predict(
         memory = tuple(replace(rank, outside=machine.measured.profile.process_bytes or 0.0) for rank in memory)
     rate = job.tokens_per_step / sum(phases.values()) / machine.gpus
     flops = rate * flops_per_token(job.model, job.batch.sequence_length, "full")
-    peak = mfu_peak_flops(machine.gpu, job.precision.compute) if is_known(machine.gpu) else None
+    peak = mfu_peak_flops(machine.gpu, job.precision.format) if is_known(machine.gpu) else None
     mfu = flops / peak if peak else None
     causal = rate * flops_per_token(job.model, job.batch.sequence_length, "causal") / peak if peak else None
     guesses = _guesses(job, machine, software)
@@ -148,7 +148,7 @@ def memory_of(job: Job, software: Software, *, every_rank: bool = True) -> tuple
 
 def own_software(job: Job, *, on_cpu: bool = False) -> Software:
     """Meshwright's own trainer as the job runs it; on a CPU transfers use the cores that they could hide behind."""
-    own = MESHWRIGHT_COMPILED if job.run.compile else MESHWRIGHT
+    own = MESHWRIGHT_COMPILED if job.run.compiles else MESHWRIGHT
     if on_cpu:
         return replace(own, gradient_overlap=False, parameter_overlap=False)
     if job.layout.async_tp:
@@ -210,7 +210,7 @@ def _guesses(job: Job, machine: Machine, software: Software) -> tuple[str, ...]:
         )
     if machine.measured is None:
         return (*machine.guessed, *assumed)
-    far = machine.measured.unmeasured(job.precision.compute, products_of(job, software))
+    far = machine.measured.unmeasured(job.precision.format, products_of(job, software))
     return (*machine.guessed, *assumed, *far, *(_cpu_guesses(job, machine.measured) if machine.on_cpu else ()))
 
 
@@ -231,10 +231,10 @@ def _pieces_guess(job: Job, machine: Machine) -> str:
 
 def _scale_guesses(job: Job) -> Iterator[str]:
     """What was not measured of fp8 with scales of rows or blocks, or in the head."""
-    if job.precision.compute == "fp8" and job.precision.fp8_scales != "tensor":
+    if job.precision.format == "fp8" and job.precision.fp8_scales != "tensor":
         way = f'precision.fp8_scales = "{job.precision.fp8_scales}"'
         yield f"{way}: as much slower than one scale per tensor as a 1B model on an H200; not measured otherwise"
-    if job.precision.compute == "fp8" and job.precision.fp8_head:
+    if job.precision.format == "fp8" and job.precision.fp8_head:
         seen = "a 1B model on an H200 was 1.5% faster; not measured otherwise"
         yield f"precision.fp8_head = true: as fast as the blocks' products, with casts by their bytes; {seen}"
     if gathers_fp8(job):
@@ -245,20 +245,20 @@ def _cpu_guesses(job: Job, measured: Measured) -> Iterator[str]:
     """What a profile of a CPU does not measure."""
     if measured.operations is None:
         yield "operations between products: not in the profile of this CPU, which is an old one; calibrate it again"
-    elif lacking := measured.lacks(job.precision.compute):
-        yield f"{lacking} in {job.precision.compute}: not in the profile, taken as in fp32; calibrate this CPU again"
+    elif lacking := measured.lacks(job.precision.format):
+        yield f"{lacking} in {job.precision.format}: not in the profile, taken as in fp32; calibrate this CPU again"
     if job.precision.number_bytes < MASTER_BYTES:
         seen = "runs took between half and 1.4 times what was predicted"
-        yield f"{job.precision.compute} on a CPU: 16-bit formats are measured with few shapes; {seen}"
+        yield f"{job.precision.format} on a CPU: 16-bit formats are measured with few shapes; {seen}"
     if job.data_parallel > 1:
         yield "ranks that share a CPU: runs of two took 1.0 to 1.1 times what was predicted"
-    if job.run.compile:
+    if job.run.compiles:
         yield "compiled blocks on a CPU: their operations are guessed from memory traffic"
     if job.data_parallel > 1 and all(row.zero is None for row in measured.profile.decoders):
         nproc = f"calibrate --nproc {job.data_parallel} measures them"
         yield f"hooks and copies of data parallelism: not in the profile, and counted as nothing; {nproc}"
     elif job.data_parallel > 1 and job.precision.number_bytes < MASTER_BYTES:
-        yield f"data parallelism in {job.precision.compute}: transfers and copies as measured in fp32"
+        yield f"data parallelism in {job.precision.format}: transfers and copies as measured in fp32"
     if job.layout.tp * job.layout.cp * job.layout.pp > 1:
         yield "calls of tensor, context and pipeline parallelism on a CPU: not measured, and counted as nothing"
     if job.optimizer.name != "adamw" or job.precision.optimizer_states != "fp32":

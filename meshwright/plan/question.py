@@ -2,12 +2,12 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
 
 from meshwright.cost import parameter_count
 from meshwright.errors import UserError
 from meshwright.job import Job
-from meshwright.job.devices import Cluster
+from meshwright.job.devices import Cluster, Layout
+from meshwright.layout import AUTO, resolve_for, with_values
 from meshwright.plan.explain import batch_sequences, fine_tuning_batch, why_not
 from meshwright.plan.machine import spelled, usual_compute
 from meshwright.plan.search import Search, search, what_would_fit
@@ -58,8 +58,7 @@ def question(
     if sequence is None:
         own = exact or "sequence_length" in said
         sequence = job.batch.sequence_length if own else most if longest else min(4096, most)
-    if not exact:
-        job = _as_usual(job, machines)
+    job = _resolved(job, machines, exact=exact)
     gpus = machines.nodes * machines.gpus_per_node
     batch, practice, rounded = _batch(job, sequence, gpus, batch_tokens, own=exact or "global_batch" in said)
     sizes = {"sequence_length": sequence, "global_batch": batch, "micro_batch": 1}
@@ -67,14 +66,12 @@ def question(
     return Question(sized, machines, practice, tuple(words for words in (note, rounded) if words))
 
 
-def _as_usual(job: Job, machines: Cluster) -> Job:
-    """A job in bf16, or fp16 on older GPUs, and compiled, where it does not say otherwise."""
-    update: dict[str, Any] = {}
-    if "compute" not in job.precision.model_fields_set:
-        update["precision"] = job.precision.model_copy(update={"compute": usual_compute(machines)})
-    if "compile" not in job.run.model_fields_set:
-        update["run"] = job.run.model_copy(update={"compile": True})
-    return job.model_copy(update=update)
+def _resolved(job: Job, machines: Cluster, *, exact: bool) -> Job:
+    """The job as these machines train it in a plain layout: the search leaves out layouts that cannot be compiled."""
+    if not exact and job.precision.compute == AUTO:
+        job = with_values(job, {"precision.compute": usual_compute(machines)})
+    plain = resolve_for(job.model_copy(update={"layout": Layout()}), machines)
+    return plain.model_copy(update={"layout": job.layout})
 
 
 def _batch(job: Job, sequence: int, gpus: int, batch_tokens: int | None, *, own: bool) -> tuple[int, str, str]:

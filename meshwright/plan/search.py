@@ -211,7 +211,7 @@ def _kind(job: Job) -> tuple[Any, ...]:
     """A layout without what it is not chosen by: how many replicas share states, and which stage has a layer more."""
     layout, recompute = job.layout, job.memory.recompute
     degrees = (layout.tp, layout.cp, layout.ep, layout.pp, layout.schedule, layout.virtual_stages, layout.zero)
-    way = (job.precision.compute, job.run.compile, job.memory.offload)
+    way = (job.precision.format, job.run.compiles, job.memory.offload)
     return *degrees, job.batch.micro_batch, recompute if isinstance(recompute, str) else type(recompute), *way
 
 

@@ -107,10 +107,10 @@ def micro_batches_of(batch: int, at_once_on: int | None = None) -> list[int]:
 
 def ways_of(job: Job, gpu: Gpu, allow: frozenset[str]) -> list[tuple[str, bool]]:
     """Formats of compute that the GPU has, and whether blocks are compiled."""
-    ways: list[tuple[str, bool]] = [(job.precision.compute, job.run.compile)]
-    if "fp8" in allow and job.precision.compute != "fp8" and "fp8" in gpu.peak and _takes_fp8(job):
-        ways.append(("fp8", job.run.compile))
-    if "zero-bubble" in allow and job.run.compile:
+    ways: list[tuple[str, bool]] = [(job.precision.format, job.run.compiles)]
+    if "fp8" in allow and job.precision.format != "fp8" and "fp8" in gpu.peak and _takes_fp8(job):
+        ways.append(("fp8", job.run.compiles))
+    if "zero-bubble" in allow and job.run.compiles:
         ways += [(way, False) for way, _ in ways]
     return ways
 
@@ -123,7 +123,7 @@ def _takes_fp8(job: Job) -> bool:
 
 def with_way(job: Job, compute: str, compiled: bool) -> Job:
     """The job in another format, or not compiled; itself if it is so already."""
-    if (compute, compiled) == (job.precision.compute, job.run.compile):
+    if (compute, compiled) == (job.precision.format, job.run.compiles):
         return job
     precision = job.precision.model_copy(update={"compute": compute})
     changed: dict[str, Any] = {"precision": precision, "run": job.run.model_copy(update={"compile": compiled})}

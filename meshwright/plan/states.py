@@ -23,7 +23,7 @@ def state_terms(job: Job, software: Software, elements: Elements, in_blocks: flo
     moments = state_bytes(job, in_blocks * shared, (1 - in_blocks) * shared)
     sharded_gradients = zero >= 2 and not (layout.pp > 1 and not software.weights_apart)
     if software.weights_apart:
-        half = job.precision.compute == "fp16"
+        half = job.precision.format == "fp16"
         summed_narrow = software.reduced_bytes == 2 and not software.narrow_gradients
         gradient = 2 if half or summed_narrow else 4
         whole = sharded if sharded_gradients else parameters
@@ -32,7 +32,7 @@ def state_terms(job: Job, software: Software, elements: Elements, in_blocks: flo
             "gradients": gradient * whole,
             "optimizer states": MASTER_BYTES * shared + moments,
         }
-        if job.precision.compute in software.narrow_gradients:
+        if job.precision.format in software.narrow_gradients:
             wide = 6.0 if software.flat_gradients else 4.0
             terms["gradients in the other format"] = wide * shared if half else 2.0 * whole
         if zero > 0 and sharers(job) > 1 and software.bucket_elements:

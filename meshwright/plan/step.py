@@ -79,7 +79,7 @@ def step_phases(
     `layers` are the stages' numbers of layers along the model, `modes` every layer's recomputation; `timed` replaces
     all that is predicted of compute.
     """
-    device = device_of(machine.gpu, machine.rates, job.precision.compute, machine.measured)
+    device = device_of(machine.gpu, machine.rates, job.precision.format, machine.measured)
     groups = groups_of(job, machine.wires.gpus_per_node)
     stages = stages_of(
         job,
@@ -145,7 +145,7 @@ def charged_bytes(
     software = replace(software, gradient_overlap=False, parameter_overlap=False, tensor_overlap=False)
     world = ranks_of(job.layout)
     wires, groups, table = Wires(world, 1.0, 0.0, 1.0, 0.0), groups_of(job, world), table_for(job)
-    device = device_of(machine.gpu, machine.rates, job.precision.compute, machine.measured)
+    device = device_of(machine.gpu, machine.rates, job.precision.format, machine.measured)
     stages = stages_of(job, replace(device, measured=None), software, wires, groups, layers, modes)
     held = places_of(table, rank, len(layers))
     own, blocks = [stages[place] for place in held], sum(layers[place] for place in set(held))
@@ -227,7 +227,7 @@ def stage_times(
     job: Job, machine: Machine, software: Software, layers: list[int], modes: list[str], table: Table
 ) -> StageTimes:
     """What every stage of a table takes over one micro-batch, for simulating a step's schedule."""
-    device = device_of(machine.gpu, machine.rates, job.precision.compute, machine.measured)
+    device = device_of(machine.gpu, machine.rates, job.precision.format, machine.measured)
     groups = groups_of(job, machine.wires.gpus_per_node)
     wide = _in_fp32(machine, device)
     seconds = _seconds(table, stages_of(job, device, software, machine.wires, groups, layers, modes, wide=wide))

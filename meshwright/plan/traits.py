@@ -117,7 +117,7 @@ def traits_of(
     if software.attention != "flash":
         program = "scores written out"
     wide: Precision = "fp32" if job.precision.number_bytes == 4 else "16-bit"
-    precision: Precision = "fp8" if job.precision.compute == "fp8" else wide
+    precision: Precision = "fp8" if job.precision.format == "fp8" else wide
     return Traits(gpu, gpus, calibrated, software.own, frozenset(axes), program, precision, counted)
 
 

@@ -93,7 +93,7 @@ def rehearse_rank(job: Job, rank: int, alike: int, settings: Settings) -> Rehear
         if settings.checkpoint:
             saved_bytes, saved_s, why_not = _write_checkpoint(job, training, Path(folder))
     warnings += tuple(dict.fromkeys(watch.messages)) + (() if why_not is None else (why_not,))
-    if job.run.compile and device.type == "cpu":
+    if job.run.compiles and device.type == "cpu":
         warnings += ("memory is of weights, gradients and states only: compiled code on a CPU shows no activations",)
     measured = RehearsedRank(
         rank=rank,

@@ -9,7 +9,7 @@ from meshwright.errors import UserError
 from meshwright.hardware import completed
 from meshwright.job import Job
 from meshwright.job.devices import Cluster
-from meshwright.layout import ranks_of, require_layout
+from meshwright.layout import device_of_check, ranks_of, require_layout, resolve_auto
 from meshwright.plan import any_machines, check_target, machine_of, predict, spelled
 from meshwright.ranks import own_place
 from meshwright.rehearse.apart import rehearse_apart
@@ -18,6 +18,7 @@ from meshwright.rehearse.kinds import Kind, kind_of, kinds_of_ranks
 from meshwright.rehearse.rank import Rehearsed, Settings
 from meshwright.rehearse.result import Rehearsal, RehearsedRank
 from meshwright.rehearse.words import rank_words
+from meshwright.train import capabilities_here
 
 DIFFERS = 1.05
 """Stages whose compute differs by more than this are warned about: the others wait for the slowest."""
@@ -49,6 +50,7 @@ def rehearse(
     """
     size = _require_world(job, rank, each_stage, warmup)
     target = _target(job, cluster)
+    job = resolved_for_rehearsal(job, cluster)
     gpus_per_node = 8 if target is None else target.gpus_per_node
     settings = Settings(steps, warmup, profile, gpus_per_node, checkpoint=checkpoint)
     kinds = kinds_of_ranks(job) if each_stage else [_asked(job, rank)]
@@ -69,6 +71,11 @@ def rehearse(
         warnings=(*warnings, *_differences(size, kinds, ranks), *said),
         limits=limits_of(job),
     )
+
+
+def resolved_for_rehearsal(job: Job, cluster: str | None) -> Job:
+    """The job in the formats of the cluster that it is for, compiled only where this machine's device compiles."""
+    return resolve_auto(job, device_of_check(_target(job, cluster) or job.cluster, capabilities_here(job)))
 
 
 def limits_of(job: Job) -> tuple[str, ...]:

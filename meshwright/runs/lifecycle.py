@@ -211,7 +211,7 @@ def print_headline(job: Job, corpus: Corpus, world: World, folder: RunFolder, co
         f"{job.tokens_per_step:,} tokens per step ({job.batch.global_batch} × {job.batch.sequence_length}, "
         f"accumulation {job.accumulation})",
         *_packing(job, corpus),
-        f"{job.precision.compute} on {device_name(world.device)}" + (f" × {world.size}" if world.size > 1 else ""),
+        f"{job.precision.format} on {device_name(world.device)}" + (f" × {world.size}" if world.size > 1 else ""),
         f"run folder {folder.path}",
     ]
     text = " · ".join(parts)

@@ -73,9 +73,11 @@ class Asked:
     def job(self) -> "Job":
         """What is searched for: the model as it is usually trained, in 16 bits and compiled."""
         from meshwright.job import Job
+        from meshwright.layout import resolve_for
         from meshwright.plan import usual_compute
 
-        usual = Job.model_validate({"precision": {"compute": usual_compute(self.cluster)}, "run": {"compile": True}})
+        usual = Job.model_validate({"precision": {"compute": usual_compute(self.cluster)}})
+        usual = resolve_for(usual, self.cluster)
         sizes = {"sequence_length": self.sequence, "global_batch": self.batch, "micro_batch": 1}
         batch = usual.batch.model_copy(update=sizes)  # which the search refuses if they do not go with the model
         return usual.model_copy(update={"model": self.model, "batch": batch})

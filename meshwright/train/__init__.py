@@ -6,6 +6,8 @@ from meshwright.train.around import Around
 from meshwright.train.asynchronous import AsynchronousTrainer, windows
 from meshwright.train.bad_steps import Rewind
 from meshwright.train.device import (
+    capabilities,
+    capabilities_here,
     choose_device,
     device_name,
     device_peak_flops,
@@ -61,6 +63,8 @@ __all__ = [
     "Trainer",
     "answers_of",
     "build_optimizer",
+    "capabilities",
+    "capabilities_here",
     "choose_attention",
     "choose_device",
     "clip_gradients",

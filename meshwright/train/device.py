@@ -3,8 +3,10 @@
 import hashlib
 import os
 import platform
+import shutil
 import warnings
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -13,12 +15,14 @@ from meshwright.data.cache import cache_root
 from meshwright.errors import UserError
 from meshwright.hardware import Gpu, find_gpu, mfu_peak_flops
 from meshwright.job import Job
+from meshwright.layout import THE_CPU, Device
 from meshwright.model.numbers import DTYPES
 from meshwright.torch_private.arithmetic import cpu_multiplies
 from meshwright.torch_private.compiler import given_cache
 
 NEEDS_CAPABILITY = {"tf32": (8, 0), "bf16": (8, 0), "fp8": (8, 9)}
 """The NVIDIA compute capability that first supports a format in hardware: Ampere, and Ada for fp8."""
+_TRITON_CAPABILITY = (7, 0)
 
 
 def choose_device(job: Job) -> torch.device:
@@ -39,8 +43,8 @@ def choose_device(job: Job) -> torch.device:
     device = torch.device(kind, int(index or 0)) if kind == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    _require_format(job.precision.compute, device)
-    if job.precision.compute == "fp8" and job.precision.fp8_scales == "block" and device.type == "cuda":
+    _require_format(job.precision.format, device)
+    if job.precision.format == "fp8" and job.precision.fp8_scales == "block" and device.type == "cuda":
         _require_blocks(device)
     return device
 
@@ -79,14 +83,14 @@ def prepare_device(job: Job, device: torch.device) -> None:
     # A thread settles its number of compute threads when it first asks; until this one has, the 1 that the loader's
     # page-locking thread sets for itself would be taken for all, and offloaded updates would run on one core.
     torch.get_num_threads()
-    if job.run.compile:
+    if job.run.compiles:
         _keep_compiled_code(job)
     warnings.filterwarnings("ignore", message="mkldnn_matmul failed")  # emulated_format reports it
     if job.run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at initialization
         torch.use_deterministic_algorithms(True)
     if device.type == "cuda":
-        torch.set_float32_matmul_precision("highest" if job.precision.compute == "fp32" else "high")
+        torch.set_float32_matmul_precision("highest" if job.precision.format == "fp32" else "high")
 
 
 def _keep_compiled_code(job: Job) -> None:
@@ -118,9 +122,35 @@ def _kind_of_cpu() -> str:
     return hashlib.sha256(" ".join(kind).encode()).hexdigest()[:12]
 
 
+def capabilities(device: torch.device) -> Device:
+    """What `auto` of a job's fields depends on."""
+    if device.type == "cpu":
+        return THE_CPU
+    capability = torch.cuda.get_device_capability(device)
+    has_bf16 = torch.version.hip is not None or capability >= NEEDS_CAPABILITY["bf16"]
+    return Device(torch.cuda.get_device_name(device), has_bf16, _why_not_compiled(capability))
+
+
+def capabilities_here(job: Job) -> Device:
+    """Those of the device that a job would run on, without memory of it and without refusals."""
+    gpu = job.run.device != "cpu" and torch.cuda.device_count() > 0
+    return capabilities(torch.device("cuda" if gpu else "cpu"))
+
+
+def _why_not_compiled(capability: tuple[int, int]) -> str | None:
+    """What the compiler lacks on this machine for a GPU; None if nothing."""
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    if torch.version.hip is None and capability < _TRITON_CAPABILITY:
+        return f"triton needs compute capability {_TRITON_CAPABILITY[0]}.{_TRITON_CAPABILITY[1]}"
+    if not any(map(shutil.which, (os.environ.get("CC", "gcc"), "clang"))):
+        return "triton needs a C compiler, and there is none here"
+    return None
+
+
 def emulated_format(job: Job, device: torch.device) -> str | None:
     """The job's compute format if it runs on a CPU that lacks it and is many times slower."""
-    compute = job.precision.compute
+    compute = job.precision.format
     if device.type == "cuda" or DTYPES[compute] == torch.float32:
         return None
     return None if compute != "fp8" and cpu_multiplies(DTYPES[compute]) else compute
@@ -137,7 +167,7 @@ def gpu_of(device: torch.device) -> Gpu | None:
 def device_peak_flops(job: Job, device: torch.device) -> float | None:
     """The dense peak FLOP/s of the job's format on this device; None if unknown, so that no MFU is printed."""
     gpu = gpu_of(device)
-    return None if gpu is None else mfu_peak_flops(gpu, job.precision.compute)
+    return None if gpu is None else mfu_peak_flops(gpu, job.precision.format)
 
 
 def device_name(device: torch.device) -> str:

@@ -94,7 +94,7 @@ def _measured(job: Job, device: torch.device, captured: bool) -> dict[str, Any]:
     shape, layout = job.model, job.layout
     heads, kv_heads = shape.heads // layout.tp, max(1, shape.kv_heads // layout.tp)
     sizes = (job.batch.micro_batch, job.batch.sequence_length, shape.head_dim)
-    inputs = _drawn(*sizes, heads, kv_heads, DTYPES[job.precision.compute], device)
+    inputs = _drawn(*sizes, heads, kv_heads, DTYPES[job.precision.format], device)
     milliseconds: dict[str, float] = {}
     refused = {}
     gradients: list[Tensor] = []

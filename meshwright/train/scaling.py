@@ -26,7 +26,7 @@ class LossScale:
     @classmethod
     def of(cls, job: Job) -> "LossScale":
         """The scale a job starts with: formats with fp32's range always use 1."""
-        return cls() if job.precision.compute == "fp16" else cls(1.0, dynamic=False)
+        return cls() if job.precision.format == "fp16" else cls(1.0, dynamic=False)
 
     def applied_to(self, data: Step) -> Step:
         """The same data, with counts that make losses and gradients come out times the scale."""

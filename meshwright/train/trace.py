@@ -205,7 +205,7 @@ class _Names:
             self._around.replace(training, "_launch_update", self._inside("optimizer"))
         self._around.replace(training.weights, "update", self._inside("optimizer"))
         training.engine.named(self._range)
-        for module in () if training.job.run.compile else training.engine.modules:
+        for module in () if training.job.run.compiles else training.engine.modules:
             for layer, block in getattr(module, "layers", {}).items():
                 self._hook(block, f"block {layer}")
 

@@ -99,7 +99,7 @@ class Trainer:
     def watch_memory(self, record: Callable[[dict[str, Any]], None], steps: int = WATCHED_STEPS) -> None:
         """Record the memory curve of the first steps, one row per sample; not for an asynchronous pipeline."""
         parts = (self.engine.modules, self.weights, self.optimizer, self.device, self.world.rank)
-        report, compiled = self.progress.message, self.job.run.compile
+        report, compiled = self.progress.message, self.job.run.compiles
         self._memory_curve = MemoryCurve(*parts, record, report, compiled=compiled, steps=steps)
 
     def trace(self, steps: TraceSteps, folder: Path, report: Callable[[str], None] | None = None) -> None:
@@ -335,7 +335,7 @@ class Trainer:
         """After the first step: where the compiler stops inside what is recomputed, it leaves the whole block as it is,
         which is slower than planned, and says nothing. Seen only if it compiled nothing else."""
         (graphs, stops), (graphs_before, stops_before) = graphs_and_stops(), before
-        if self.job.run.compile and graphs == graphs_before and stops > stops_before:
+        if self.job.run.compiles and graphs == graphs_before and stops > stops_before:
             where = where_it_stopped()
             self.outcome.uncompiled = f"run.compile = true, but blocks run without the compiler, which stopped: {where}"
             self.recorder.event("uncompiled", reason=where)

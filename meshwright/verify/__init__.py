@@ -13,7 +13,7 @@ from meshwright.verify.observe import Observation, Shard, observe
 from meshwright.verify.ranks import RankError, RankGroup, run_ranks
 from meshwright.verify.real_size import require_real_size
 from meshwright.verify.sample import OUTCOMES, Answer, run_draws, subject_of
-from meshwright.verify.shrink import Change, shrink
+from meshwright.verify.shrink import Change, resolved_for_check, shrink
 
 __all__ = [
     "FORMATS",
@@ -46,6 +46,7 @@ __all__ = [
     "own_model_lines",
     "replay_on_gpu",
     "require_real_size",
+    "resolved_for_check",
     "run_draws",
     "run_matrix",
     "run_ranks",

@@ -98,7 +98,7 @@ class Check:
         job, master = _in_format(self.job, self.dtype)
         ranks = ranks_of(job.layout)
         backend = _backend(self.device, ranks)
-        timeout_s = COMPILED_TIMEOUT_S if job.run.compile else TIMEOUT_S
+        timeout_s = COMPILED_TIMEOUT_S if job.run.compiles else TIMEOUT_S
         if self.collectives and "nccl" not in backend:  # NCCL itself checks it
             self._records = CheckRecords(ranks)
         record = None if self._records is None else self._records.folder
@@ -273,7 +273,7 @@ def replayed_choices(job: Job, dtype: str, device: str) -> Choices | None:
 
 def prepare_compiler(job: Job, device: str) -> None:
     """Refuse compiled blocks if there is no compiler here, and import it, which forked ranks then need not do."""
-    if not job.run.compile or device != "cpu":
+    if not job.run.compiles or device != "cpu":
         return
     if find_cpp_compiler() is None:
         raise UserError(

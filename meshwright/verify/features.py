@@ -70,7 +70,7 @@ def _layout(job: Job) -> Iterator[str]:
 def _training(job: Job) -> Iterator[str]:
     yield job.optimizer.name
     yield f"{job.precision.optimizer_states} states"
-    yield from _if(job.run.compile, "compiled")
+    yield from _if(job.run.compiles, "compiled")
     recompute = job.memory.recompute
     kind = recompute if isinstance(recompute, str) else type(recompute).__name__.lower()
     yield from _if(kind != "none", f"recompute {kind}")

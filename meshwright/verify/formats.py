@@ -90,7 +90,7 @@ FEW_SIGNS = 3
 
 def own_format(job: Job) -> str | None:
     """The format in which a job must be checked besides float64; None where it computes in 32 bits."""
-    return job.precision.compute if job.precision.compute in UNITS else None
+    return job.precision.format if job.precision.format in UNITS else None
 
 
 def with_precision(small: Job, job: Job, name: str) -> Job:
@@ -150,7 +150,7 @@ def compare_formats(ranks: Sequence[Observation], alone: Observation, exact: Obs
         signs = of_tensors if kind == "update" and job.optimizer.name == "lion" else None
         rows += _tensors(kind, seen, getattr(alone, field), getattr(exact, field), zeros, bound, signs)
     rows += _sums(job, [rank.gradients for rank in ranks])
-    return [replace(row, format=job.precision.compute) for row in rows]
+    return [replace(row, format=job.precision.format) for row in rows]
 
 
 def _series_bounds(
@@ -181,17 +181,17 @@ def routing_row(job: Job, dtype: str, replayed: Replayed) -> Comparison:
     share = TENSOR_FACTOR * math.sqrt(_variance(job)[0]) if narrow else 0.0
     bound = _below_all(max(share, FEW_CHOICES / replayed.choices))
     error = replayed.differing / replayed.choices
-    return Comparison("routing", "all layers", error, bound, format=job.precision.compute if narrow else "")
+    return Comparison("routing", "all layers", error, bound, format=job.precision.format if narrow else "")
 
 
 def _variance(job: Job) -> tuple[float, float]:
     """Σ u² over the roundings on the longest path forward, and over those of the backward."""
-    layers, layout, unit = job.model.blocks, job.layout, UNITS[job.precision.compute]
+    layers, layout, unit = job.model.blocks, job.layout, UNITS[job.precision.format]
     roundings = layers * BLOCK_ROUNDINGS + END_ROUNDINGS
     if layout.tp > 1:
         roundings += layers * TP_SUMS * layout.tp
     forward = backward = roundings * unit**2
-    if job.precision.compute == "fp8":
+    if job.precision.format == "fp8":
         forward += layers * PRODUCTS * 2 * FORWARD_UNIT**2
         gradient = GRADIENT_UNIT if job.precision.fp8_scales == "tensor" else FORWARD_UNIT
         backward += layers * PRODUCTS * (gradient**2 + FORWARD_UNIT**2)
@@ -250,7 +250,7 @@ def _sums(job: Job, ranks: list[dict[str, Shard]]) -> list[Comparison]:
     for name in (name for name in names if _summands(job, name) > 1):
         values = torch.cat([held[name].values.flatten() for held in ranks if name in held])
         if any(held[name].values.dim() > 1 for held in ranks if name in held):
-            rows.append(Comparison("sum", name, _share_of_narrow(values, DTYPES[job.precision.compute]), MOST_NARROW))
+            rows.append(Comparison("sum", name, _share_of_narrow(values, DTYPES[job.precision.format]), MOST_NARROW))
     return rows
 
 
@@ -276,7 +276,7 @@ def _follows_gradients(job: Job) -> bool:
 def _widened(job: Job) -> Job:
     """A job whose heads and experts 16-bit kernels accept, and for fp8 whose matrices the hardware can multiply."""
     model, layout, batch = job.model, job.layout, job.batch
-    fp8 = job.precision.compute == "fp8"
+    fp8 = job.precision.format == "fp8"
     head_dim, side = _up(model.head_dim, FP8_MULTIPLE if fp8 else HEAD_MULTIPLE), FP8_MULTIPLE * layout.tp if fp8 else 1
     as_wide_as_heads = model.heads * model.head_dim == model.width
     sequence = _up(batch.sequence_length, 2 * layout.cp * side)

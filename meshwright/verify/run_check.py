@@ -67,7 +67,7 @@ class _Proof:
         if start:
             _forget(run, start)
         loaded = LoadedJob(job, name, job_text(job, "a proof of the run itself"), {})
-        timeout_s = COMPILED_TIMEOUT_S if job.run.compile else TIMEOUT_S
+        timeout_s = COMPILED_TIMEOUT_S if job.run.compiles else TIMEOUT_S
         ranks = ranks_of(job.layout)
         run_ranks(self._train, ranks, loaded, start > 0, self._dtype, timeout_s=timeout_s, record=record)
         return read_record(run, attempt, job.run.steps)

@@ -49,7 +49,7 @@ def small_run(job: Job, steps: int = STEPS) -> tuple[Job, list[Change]]:
     made, more = as_run(small.model_copy(update=own), steps, is_prepared_data(job.data))
     # A run reads from disk what `shrink` puts in memory in place of the job's text.
     kept = [change for change in changes if not change.text.startswith(("text:", "pictures:", "data.", "evaluation."))]
-    formats = {"compute": job.precision.compute, "gradients": job.precision.gradients}
+    formats = {"compute": job.precision.format, "gradients": job.precision.gradients}
     narrow = [f'precision.{name} "{own}"' for name, own in formats.items() if FORMAT_BYTES[own] < FORMAT_BYTES["fp32"]]
     report = "the format of the check; without --run it is checked in its own"
     return made, kept + [Change(f"{own} → {report}", hides=True) for own in narrow] + more

@@ -6,16 +6,28 @@ from itertools import count
 from math import prod, sqrt
 from typing import Any
 
+import torch
+
 from meshwright.errors import UserError
 from meshwright.job import Adapter, Job
 from meshwright.job.adapter import BLOCK
 from meshwright.job.devices import Budget, Layout, Segments
-from meshwright.layout import budget_span, is_asynchronous, table_of
+from meshwright.layout import (
+    THE_CPU,
+    budget_span,
+    device_of_check,
+    is_asynchronous,
+    resolve_auto,
+    resolve_for,
+    table_of,
+)
 from meshwright.pipeline import build_table, require_schedule
+from meshwright.train import capabilities
 from meshwright.verify.asynchronous import STALE_REFERENCE
 from meshwright.verify.compressed import COMPRESSED_REFERENCE, LOSSLESS, is_lossy, only_replicates
 from meshwright.verify.documents import HELD_OUT
 from meshwright.verify.fused import PLAINLY, runs_plainly
+from meshwright.verify.ranks import run_ranks
 from meshwright.verify.shrink_encoder import encoder_words, small_encoder
 from meshwright.verify.shrink_experts import small_ep, small_experts, small_latent, words
 
@@ -41,6 +53,19 @@ class Change:
 
     def __str__(self) -> str:
         return self.text
+
+
+def resolved_for_check(job: Job, device: str) -> tuple[Job, list[Change]]:
+    """The job in the formats of its cluster's GPUs, or of this machine's device where it names none; what is compiled
+    there but cannot be compiled here is eager."""
+    # In a fork, because this process forks ranks, which could not use a GPU that this one has used.
+    here = run_ranks(capabilities, 1, torch.device(device))[0] if device == "cuda" else THE_CPU
+    checked = resolve_auto(job, device_of_check(job.cluster, here))
+    changes = []
+    if resolve_for(job, job.cluster).run.compiles and not checked.run.compiles:
+        text = "run.compile auto → false here, and true on the cluster's GPUs; --set run.compile=true compiles"
+        changes.append(Change(text, hides=True))
+    return checked, changes
 
 
 def shrink(job: Job, steps: int = 3, device: str = "cpu") -> tuple[Job, list[Change]]:
@@ -129,9 +154,9 @@ def _of_sizes(job: Job, small: dict[str, Any], sequence: int, accumulation: int)
 def _of_device(job: Job, layout: Layout, device: str) -> list[Change]:
     """What the check's device does differently from a GPU."""
     changes = []
-    if job.precision.compute == "tf32":
+    if job.precision.format == "tf32":
         changes.append(Change('precision.compute "tf32" → the format of the check', hides=True))
-    if job.run.compile and device == "cpu":
+    if job.run.compiles and device == "cpu":
         changes.append(Change("run.compile: blocks are compiled for the CPU"))
     if runs_plainly(layout, device):
         changes.append(Change(f"layout.async_tp: {PLAINLY}", hides=True))

@@ -22,7 +22,7 @@ def test_a_drawn_job_is_equal_or_refused(number: int, answers: dict[int, Answer]
 
 def test_the_sample_is_worth_its_time() -> None:
     jobs = [drawn.job for drawn in DRAWS if drawn.refusal is None]
-    assert 10 <= len(jobs) < len(DRAWS) and not any(job.run.compile for job in jobs)
+    assert 10 <= len(jobs) < len(DRAWS) and not any(job.run.compiles for job in jobs)
     for axis in ("dp_replicate", "dp_shard", "cp", "tp", "pp"):
         assert any(getattr(job.layout, axis) > 1 for job in jobs), axis
     assert {job.data.mask_documents for job in jobs} == {True, False}

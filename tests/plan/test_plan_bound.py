@@ -64,7 +64,7 @@ def test_no_prediction_is_below_its_bound(name: str) -> None:
         seen |= {
             f"ep {made.layout.ep}",
             made.layout.schedule,
-            made.precision.compute,
+            made.precision.format,
             *made.memory.offload,
             made.layout.zero,
         }

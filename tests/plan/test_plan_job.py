@@ -124,7 +124,7 @@ def test_the_job_s_own_optimizer_and_precision_decide(own: Path) -> None:
     for name in ("adamw", "lion"):
         optimizer = job.optimizer.model_copy(update={"name": name})
         best = search(job.model_copy(update={"optimizer": optimizer}), nodes(1), top=1).best[0]
-        assert best.job.optimizer.name == name and best.job.precision == job.precision and not best.job.run.compile
+        assert best.job.optimizer.name == name and best.job.precision == job.precision and not best.job.run.compiles
         held[name] = best.prediction.fullest.terms["optimizer states"] * best.job.layout.dp_shard
     assert held["adamw"] == pytest.approx(2 * held["lion"])
 

@@ -63,7 +63,7 @@ def losses(name: str, folder: Path) -> list[float]:
 @pytest.mark.parametrize("name", recipes())
 def test_the_recipe_follows_its_golden_curve(name: str, tmp_path: Path) -> None:
     golden = json.loads((GOLDEN / f"{name}.json").read_text())
-    tolerance = TOLERANCE[load_job(name).job.precision.compute]
+    tolerance = TOLERANCE[load_job(name).job.precision.format]
     assert losses(name, tmp_path) == pytest.approx(golden["losses"], rel=tolerance)
 
 

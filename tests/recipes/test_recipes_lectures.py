@@ -55,7 +55,7 @@ def test_it_computes_what_one_process_does(cli, which: str) -> None:
     settings = [f"--set={change}" for change in [*recommended, *fewer]]
     result = cli("verify", name, *settings, "--steps", "1", "--json")
     answer = json.loads(result.out)
-    compute = load_job(name).job.precision.compute
+    compute = load_job(name).job.precision.format
     assert result.code == 0 and answer["equal"] is True
     assert {row["format"] for row in answer["rows"]} == {None, compute}  # float64, then its own
     # What the check replaces is said: here nothing but the device that states would leave.

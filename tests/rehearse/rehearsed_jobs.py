@@ -61,7 +61,7 @@ def _stage_seconds(job: Job, cluster: Cluster) -> list[tuple[float, float, float
     """Per stage its forward, its backward, and of that what may come later: without any message."""
     machine, layers = machine_of(cluster), stage_layers(job)
     modes, software = layer_modes(job, layers), own_software(job)
-    device = device_of(machine.gpu, machine.rates, job.precision.compute, machine.measured)
+    device = device_of(machine.gpu, machine.rates, job.precision.format, machine.measured)
     groups = groups_of(job, machine.wires.gpus_per_node)
     stages = stages_of(job, device, software, machine.wires, groups, layers, modes)
     ahead, back = merged_s(job, device)

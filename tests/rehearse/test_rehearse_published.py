@@ -33,7 +33,7 @@ def test_ranks_as_planned_make_the_planned_step_of_the_published_run(
 ) -> None:
     monkeypatch.setattr("meshwright.plan.machine.find_profile", lambda *given: None)  # else of one GPU alone
     [run] = script.runs(row).values()
-    assert run.job.run.compile == (row == "titan-005") and run.job.batch.micro_batch == run.case.job.batch.micro_batch
+    assert run.job.run.compiles == (row == "titan-005") and run.job.batch.micro_batch == run.case.job.batch.micro_batch
     assert (run.short.accumulation, run.repeated) == (micro_batches, repeated)
     found = script.compared(run, as_if_measured(run))
     assert found["published_s"] == run.case.step_s

@@ -53,7 +53,7 @@ def test_everything_is_drawn_and_most_of_it_runs() -> None:
     assert seen(lambda job: job.data.packing) == {"concatenate", "best-fit", "none"}
     assert seen(lambda job: type(job.memory.recompute).__name__) == {"str", "Segments", "Every", "Budget"}
     assert {kind for job in jobs for kind in job.memory.offload} == {"optimizer", "params", "activations"}
-    assert seen(lambda job: job.layout.split is None) == seen(lambda job: job.run.compile) == {True, False}
+    assert seen(lambda job: job.layout.split is None) == seen(lambda job: job.run.compiles) == {True, False}
     assert seen(lambda job: ranks_of(job.layout)) >= set(RANKS)
     adapters = [job.model.adapter for job in jobs if job.model.adapter is not None]
     assert {(adapter.base, adapter.dora) for adapter in adapters} == set(
@@ -97,7 +97,7 @@ def two_ranks(**data: Any) -> Draw:
         for drawn in MANY
         if drawn.refusal is None
         and drawn.job.layout.dp_shard == 2 == ranks_of(drawn.job.layout)
-        and not drawn.job.run.compile
+        and not drawn.job.run.compiles
         and drawn.job.model.layers < 3
         and all(getattr(drawn.job.data, name) == value for name, value in data.items())
     )

@@ -127,7 +127,7 @@ def test_the_job_s_own_way_to_read_pack_mask_compile_and_keep_states_is_kept() -
     assert {field: getattr(small.data, field) for field in kinds} == kinds
     assert small.data.weights == (1.0, 3.0) and [stage.weights for stage in small.data.stages] == [(1, 1)]
     assert small.data.stages[0].tokens == small.tokens_per_step
-    assert small.run.compile and small.precision.optimizer_states == "bf16" and small.evaluation.every_steps == 0
+    assert small.run.compiles and small.precision.optimizer_states == "bf16" and small.evaluation.every_steps == 0
     assert not any(change.hides for change in changes), changes
     assert not shrink(big("gpt2", tp=2))[0].data.mask_documents
 

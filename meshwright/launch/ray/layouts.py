@@ -14,7 +14,7 @@ from meshwright.job import Job, job_of_table
 from meshwright.job.devices import Cluster
 from meshwright.launch.ray.placement import Split, bundles_of, split
 from meshwright.launch.restarts import shrunk
-from meshwright.layout import ranks_of
+from meshwright.layout import ranks_of, resolve_for
 from meshwright.plan import predict, search
 
 LAYOUT_FIELDS = (
@@ -63,7 +63,8 @@ def _planned(job: Job, room: Sequence[int], min_ranks: int, gpu: str | None) -> 
         if place is None:
             continue
         try:
-            found = search(job, _machines(*place, gpu), top=_CHOICES).best
+            machines = _machines(*place, gpu)
+            found = search(resolve_for(job, machines), machines, top=_CHOICES).best
         except UserError:  # the batch cannot be shared by so many, or the model cannot be predicted
             continue
         # A search builds its jobs unchecked.
@@ -77,7 +78,8 @@ def _fits(found: Split, gpu: str | None) -> bool:
     if gpu is None:
         return True
     try:
-        return predict(found.job, _machines(found.bundles, found.ranks_per_bundle, gpu)).fits
+        machines = _machines(found.bundles, found.ranks_per_bundle, gpu)
+        return predict(resolve_for(found.job, machines), machines).fits
     except UserError:  # the model cannot be predicted
         return True
 

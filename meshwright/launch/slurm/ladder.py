@@ -182,6 +182,7 @@ def shrunk(loaded: LoadedJob, ranks: int, run: Path) -> LoadedJob:
 def _require_fit(job: Job, site: Site, ranks: int) -> None:
     """Reject a trial that would only show that fewer ranks have less memory."""
     from meshwright.job.devices import Cluster
+    from meshwright.layout import resolve_for
     from meshwright.plan import machine_of, predict
 
     nodes = max(1, ranks // site.gpus_per_node)
@@ -190,7 +191,7 @@ def _require_fit(job: Job, site: Site, ranks: int) -> None:
         machine_of(cluster)
     except UserError:
         return  # the planner does not know this GPU
-    if not predict(job, cluster).fits:
+    if not predict(resolve_for(job, cluster), cluster).fits:
         raise UserError(f"the planner predicts that it does not fit on {ranks} × {site.gpu}")
 
 
