@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from meshwright.api.jobs import JobLike, loaded
 from meshwright.api.runs import Run
 from meshwright.errors import UserError
+from meshwright.job import require_base
 
 if TYPE_CHECKING:
     from meshwright.runs.callbacks import Callback
@@ -40,6 +41,7 @@ def train(
     from meshwright.runs.output import lasting_streams
 
     given, console = loaded(job), Console(stderr=True, quiet=quiet)
+    require_base(given.job)
     listening = Callbacks(_as_callbacks(callbacks))
     steps = None
     if trace is not None:

@@ -31,10 +31,11 @@ class _Asked:
     nvtx: bool
 
     def load(self) -> "LoadedJob":
-        from meshwright.job import load_job
+        from meshwright.job import load_job, require_base
         from meshwright.runs.rehearsed import require_training
 
         loaded = load_job(self.job, self.overrides, trust=self.trust)
+        require_base(loaded.job)
         if loaded.job.run.folder is not None:
             require_training(Path(loaded.job.run.folder))  # before what its layout needs
         return loaded

@@ -14,7 +14,7 @@ from meshwright.job.hf_config import (
     read_hf_config,
 )
 from meshwright.job.hub import folder_of, hub_name
-from meshwright.job.init_from import fetch_start, pinned_start, start_folder
+from meshwright.job.init_from import fetch_start, pinned_start, require_base, start_folder
 from meshwright.job.job import Job
 from meshwright.job.load import (
     LoadedJob,
@@ -76,6 +76,7 @@ __all__ = [
     "preset_named",
     "read_hf_config",
     "recipes",
+    "require_base",
     "require_trust",
     "start_folder",
     "table_fields",

@@ -13,6 +13,7 @@ from meshwright.job.encoder import OF_TRAINING
 from meshwright.job.experts import BALANCING
 from meshwright.job.hf_config import model_of_folder
 from meshwright.job.hub import Tell, fetch_weights, folder_of, pinned, shadowed
+from meshwright.job.job import Job
 from meshwright.job.model import Model, RopeScaling
 from meshwright.job.unused import JobWarning
 
@@ -108,6 +109,16 @@ def require_tokenizer(name: str, merged: dict[str, Any]) -> None:
         raise UserError(
             f'model.init_from = "{name}" has no {TOKENIZER}, and a new tokenizer would produce tokens the '
             f"weights do not know; set data.tokenizer to the model's own {TOKENIZER}"
+        )
+
+
+def require_base(job: Job) -> None:
+    """Refuse to train adapters of a model whose weights, which stay as they are, would be random."""
+    adapter = job.model.adapter
+    if adapter is not None and job.model.init_from is None:
+        raise UserError(
+            f"model.adapter with rank = {adapter.rank} trains next to frozen weights, which are random without "
+            "model.init_from; set model.init_from to a model's folder or Hugging Face name, or leave model.adapter out"
         )
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+import meshwright
 from meshwright.errors import UserError
 from meshwright.job import Job, load_job
 from meshwright.layout import require_layout
@@ -42,3 +43,17 @@ def test_layouts_that_do_not_train_adapters_are_refused(sections: dict[str, Any]
     job = Job.model_validate({"model": {"adapter": {}}} | sections)
     with pytest.raises(UserError, match=words):
         require_layout(job, job.layout.pp)
+
+
+@pytest.mark.parametrize("command", ["train", "submit --dry-run", "submit --on kubernetes"])
+def test_adapters_of_random_weights_are_refused_before_a_run(cli: Any, command: str) -> None:
+    refused = cli(*command.split(), "demo", "--set", "model.adapter.rank=4", "--set", "run.folder=run")
+    assert refused.code == 2 and not Path("run").exists()
+    assert "model.adapter with rank = 4" in refused.err and "set model.init_from to" in refused.err
+
+
+def test_the_api_refuses_adapters_of_random_weights_and_the_planner_does_not(cli: Any) -> None:
+    job = load_job("demo", ["model.adapter.rank=4", "run.folder=run"]).job
+    with pytest.raises(UserError, match="set model.init_from to"):
+        meshwright.train(job)
+    assert cli("plan", "--check", "demo", "--set", "model.adapter.rank=4", "--cluster", "1xh100").code == 0
