@@ -136,9 +136,8 @@ def _field(row: Row, width: int) -> list[str]:
     from meshwright.job import toml_value
 
     name = row.field.rpartition(".")[2]
-    if row.why:
-        return [f"{f'{name} = {toml_value(row.derived)}':<{_ORIGIN_COLUMN}}# auto: {row.why}"]
-    if row.derived is not None:
+    comment = f"{toml_value(row.derived)}: {row.why}" if row.why else row.origin
+    if row.derived is not None and not row.why:
         return [f"{f'# {name} = {toml_value(row.derived)}':<{_ORIGIN_COLUMN}}# derived"]
     if row.value is None:
         return [f"{f'# {name}':<{_ORIGIN_COLUMN}}# not set"]
@@ -146,9 +145,9 @@ def _field(row: Row, width: int) -> list[str]:
     if len(code) > width and isinstance(row.value, list):
         code = "\n".join([f"{name} = [", *(f"    {toml_value(one)}," for one in row.value), "]"])
     last = code.rpartition("\n")[2]
-    if max(len(last), _ORIGIN_COLUMN) + len(row.origin) + 4 > width:
-        return [f"# {row.origin}:", *code.split("\n")]
-    return [*code.split("\n")[:-1], f"{last:<{_ORIGIN_COLUMN - 1}} # {row.origin}"]
+    if max(len(last), _ORIGIN_COLUMN) + len(comment) + 4 > width:
+        return [*_comment(f"{comment}:", width), *code.split("\n")]
+    return [*code.split("\n")[:-1], f"{last:<{_ORIGIN_COLUMN - 1}} # {comment}"]
 
 
 def _sums(job: Job) -> str:

@@ -124,3 +124,22 @@ def test_the_json_adds_what_is_derived(cli: Any, tiny_job: Path) -> None:
     }
     changed = json.loads(cli("job", "explain", "job.toml", "--json", "--changed").out)
     assert {row["field"] for row in changed["fields"]} < rows.keys() and changed["accumulation"] == 2
+
+
+def test_auto_is_shown_with_what_it_stands_for_and_why(cli: Any, tiny_job: Path) -> None:
+    def said(*overrides: str) -> dict[str, str]:
+        words = [word for one in overrides for word in ("--set", one)]
+        found = json.loads(cli("job", "explain", "job.toml", "--json", *words).out)["fields"]
+        rows = {row["field"]: row for row in found if row["field"] in ("precision.compute", "run.compile")}
+        assert all(row["value"] == "auto" for row in rows.values())
+        return {name: f"{row['derived']}: {row['why']}" for name, row in rows.items()}
+
+    assert said() == {"precision.compute": "fp32: a CPU", "run.compile": "False: a CPU"}
+    gpu = {"precision.compute": "bf16: h100 has bf16", "run.compile": "True: h100 is a GPU"}
+    assert said("cluster.gpu=h100") == gpu
+    assert said("cluster.gpu=v100-sxm-32gb")["precision.compute"] == "fp32: v100-sxm-32gb has no bf16"
+    split = said("cluster.gpu=h100", "layout.pp=2", "layout.schedule=zb-h1")["run.compile"]
+    assert split.startswith("False: run.compile = true hangs with layout.schedule")
+    changed = cli("job", "explain", "job.toml", "--changed", "--set", "cluster.gpu=h100").out
+    assert re.search(r'^compute = "auto" +# "bf16": h100 has bf16$', changed, re.MULTILINE)
+    assert re.search(r'^compile = "auto" +# true: h100 is a GPU$', changed, re.MULTILINE)

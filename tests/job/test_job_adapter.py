@@ -54,6 +54,6 @@ def test_adapters_of_random_weights_are_refused_before_a_run(cli: Any, command: 
 
 def test_the_api_refuses_adapters_of_random_weights_and_the_planner_does_not(cli: Any) -> None:
     job = load_job("demo", ["model.adapter.rank=4", "run.folder=run"]).job
-    with pytest.raises(UserError, match="set model.init_from to"):
+    with pytest.raises(UserError, match=r"set model\.init_from to"):
         meshwright.train(job)
     assert cli("plan", "--check", "demo", "--set", "model.adapter.rank=4", "--cluster", "1xh100").code == 0
