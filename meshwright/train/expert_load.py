@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from meshwright.job import Job
 from meshwright.model import routers
+from meshwright.model.adapter import is_frozen
 from meshwright.parallel import World
 
 
@@ -50,7 +51,7 @@ class ExpertLoad:
     def __init__(self, job: Job, modules: list[nn.Module], world: World) -> None:
         assert job.model.experts is not None
         self._experts, self._world, self._batch = job.model.experts, world, job.batch.global_batch
-        self._dense, self._frozen = self._experts.first_dense, job.model.adapter is not None
+        self._dense, self._frozen = self._experts.first_dense, is_frozen(job.model, "layers.0.router")
         self._routers = [found for module in modules for found in routers(module)]
         size = (job.model.blocks, self._experts.count)
         self.preference_LN = torch.zeros(size, device=world.device)
@@ -65,7 +66,7 @@ class ExpertLoad:
 
     def settle(self, *, updated: bool) -> Load:
         """The loads of the step that has ended, counted anew from now on; preferences follow if weights were updated,
-        unless only adapters are.
+        unless the routers' are frozen.
 
         All ranks call this together.
         """

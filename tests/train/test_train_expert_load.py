@@ -66,6 +66,26 @@ def test_an_expert_with_fewer_tokens_than_the_mean_is_preferred_more() -> None:
     assert load.preference_LN[0].tolist() == [0.0] * 4  # a dense layer
 
 
+def test_nothing_is_preferred_more_where_no_router_is_trained() -> None:
+    """As where only the projector of an encoder is: the decoder stays as it is."""
+    sizes = {"seconds": 0.5, "width": 24, "layers": 1, "heads": 2, "ffn_width": 48}
+
+    def preferred(*parts: str) -> list[float]:
+        plain = job(balance_rate=0.5)
+        shape = plain.model.model_dump() | {"max_sequence_length": 64, "audio": {**sizes, "train": parts}}
+        batch = {"sequence_length": 64, "global_batch": 4, "micro_batch": 2}
+        heard = Job.model_validate(plain.model_dump() | {"model": shape, "batch": batch})
+        engine, _ = build(heard, ALONE)
+        load = ExpertLoad(heard, engine.modules, ALONE)
+        for _, router in routers(engine.modules[0]):
+            router.load.copy_(torch.tensor([10, 6, 8, 8]))
+        load.settle(updated=True)
+        return load.preference_LN[1].tolist()
+
+    assert preferred("projector") == preferred("encoder", "projector") == [0.0] * 4
+    assert preferred("projector", "decoder") == [-0.5, 0.5, 0.0, 0.0]
+
+
 LOADS = {
     "all equal": ([5, 5, 5, 5], [0.0, 0.0, 0.0, 0.0]),
     "a mean between two numbers": ([3, 4, 3, 4], [0.5, -0.5, 0.5, -0.5]),
