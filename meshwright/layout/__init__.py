@@ -21,7 +21,7 @@ from meshwright.layout.auto import (
 )
 from meshwright.layout.derived import derived_values
 from meshwright.layout.encoder import recomputes_encoder
-from meshwright.layout.experts import expert_ranks, require_experts
+from meshwright.layout.experts import expert_ranks, require_experts, require_router
 from meshwright.layout.formats import FP8_MULTIPLE, gathers_fp8
 from meshwright.layout.recompute import budget_span, recompute_modes, require_budget_counts, sure_budget
 from meshwright.layout.rules import (
@@ -66,6 +66,7 @@ __all__ = [
     "require_budget_counts",
     "require_experts",
     "require_layout",
+    "require_router",
     "resolve_auto",
     "resolve_for",
     "saved_by_name",

@@ -21,6 +21,7 @@ def require_experts(job: Job) -> None:
                 f"layout.ep = {layout.ep} distributes experts, but the model has none; set it to 1 or add model.experts"
             )
         return
+    require_router(job)
     if experts.count % layout.ep:
         raise UserError(
             f"layout.ep = {layout.ep} does not divide model.experts.count = {experts.count}; "
@@ -37,6 +38,18 @@ def require_experts(job: Job) -> None:
         raise UserError(
             f"model.experts.balance_rate = {experts.balance_rate:g} is applied once a step by all stages, which "
             'layout.schedule = "pipedream" does not have; set it to 0 or layout.schedule = "1f1b"'
+        )
+
+
+def require_router(job: Job) -> None:
+    """Refuse a router that the loss could not train: a single weight divided by itself is 1, whatever its score."""
+    model, experts = job.model, job.model.experts
+    if experts is None or not experts.normalised or experts.top_k > 1 or experts.count == 1 or experts.force_balance:
+        return
+    if model.adapter is None and (model.encoder is None or "decoder" in model.encoder.train):
+        raise UserError(
+            "model.experts.top_k = 1 with model.experts.normalised = true makes every weight of an expert 1, so that the "
+            "loss gives the router no gradient; set model.experts.normalised = false, or top_k = 2 or more"
         )
 
 

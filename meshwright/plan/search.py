@@ -12,6 +12,7 @@ import numpy as np
 from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.job.devices import Budget, Cluster, Segments
+from meshwright.layout import require_router
 from meshwright.plan.bound import Layouts, bounded
 from meshwright.plan.budgets import within
 from meshwright.plan.kept import block_bytes
@@ -89,6 +90,7 @@ def search(
     search ends with what it has. `at_most_bytes` leaves a layout less than the device has. With `at_once`
     every rank computes one micro-batch per step, so that nothing is accumulated.
     """
+    require_router(job)
     machine = cluster if isinstance(cluster, Machine) else machine_of(cluster)
     allowed = _allowed(allow) | _own(job)
     room = min(SAFE * machine.memory_bytes, at_most_bytes or float("inf"))

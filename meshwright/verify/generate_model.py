@@ -127,7 +127,7 @@ def _experts(rng: Random, family: str, layout: Table, layers: int) -> Table:
         "first_dense": rng.choice((0, 0, 1)) if layers > 1 else 0,
         "scores": scores,
         # A single weight that is divided by itself is 1, whatever the router computes.
-        "normalised": rng.random() < (0.1 if top_k == 1 else 0.7),
+        "normalised": rng.random() < 0.7 and top_k > 1,
         "scale": rng.choice((1.0, 1.0, 2.5)),
         "groups": groups,
         "groups_kept": groups_kept,

@@ -95,6 +95,27 @@ def test_experts_that_do_not_fit_are_one_sentence(layout: dict[str, Any], ranks:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("changed", "trains"),
+    [
+        ({}, False),
+        ({"scores": "sigmoid"}, False),
+        ({"balance_loss": 0.01}, False),
+        ({"normalised": False}, True),
+        ({"top_k": 2}, True),
+        ({"force_balance": True}, True),
+    ],
+)
+def test_a_router_that_gets_no_gradient_is_refused(changed: dict[str, Any], trains: bool) -> None:
+    experts = {"experts": {"count": 8, "top_k": 1, "ffn_width": 16, **changed}}
+    if trains:
+        require_layout(job(model=experts), 1)
+        return
+    with pytest.raises(UserError, match=r"experts.top_k = 1 with .*normalised = true .*; set .*normalised = false, or"):
+        require_layout(job(model=experts), 1)
+    require_layout(job(model=experts | {"adapter": {"rank": 2}}), 1)  # whose router is not trained
+
+
 def test_expert_parallelism_needs_experts() -> None:
     with pytest.raises(UserError, match=r"layout.ep = 2 distributes experts, but the model has none"):
         require_layout(job(dp_shard=2, ep=2), 2)
