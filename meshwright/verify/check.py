@@ -238,7 +238,9 @@ def leaks(job: Job) -> list[Comparison]:
 
 
 def _reference_job(job: Job) -> Job:
-    return job if is_asynchronous(job) or is_lossy(job.layout) else in_one_process(job)
+    if not is_asynchronous(job) and not is_lossy(job.layout):
+        return in_one_process(job)
+    return job.model_copy(update={"run": job.run.model_copy(update={"compile": False})})
 
 
 def in_one_process(job: Job) -> Job:

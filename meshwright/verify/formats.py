@@ -21,9 +21,11 @@ norm        0.39 √R · u: of the error that is expected of all gradients, a no
 loss        √R · u / √T with the roundings of the forward pass, for the mean of T tokens with independent errors
 update      as gradients, plus what the optimizer's states round. AdamW has eps 1 here, where an update follows its
             gradient smoothly: with a small eps it is nearly the gradient's sign, which is arbitrary for small entries.
-            A clipped gradient gets a higher rate instead, or fp32 could not hold the weight and the change of it.
+            A clipped gradient gets a higher rate instead, or fp32 could not hold the weight and the change of it;
+            what each step's sum of both loses, 2⁻²⁴ of the weight, is allowed besides.
             Lion's update is a sign: of entries that are normally distributed, a share ε/π changes it if they err by ε,
-            and each then by 2; a tensor's few entries differ from that share by chance, as three of them.
+            and each then by 2; a tensor's few entries differ from that share by chance, as three of them: of twenty
+            and fewer, that may be anything.
             Muon and Adafactor have no such setting; their updates get only the second check.
 pairs       of answers have losses of small differences of large sums, which `pair_sizes` derives.
 
@@ -45,9 +47,10 @@ nearly all fit, the sum was computed in 16 bits; its error would be lost in that
 """
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -69,6 +72,8 @@ FORWARD_UNIT, GRADIENT_UNIT = 2.0**-4, 2.0**-3
 """Of fp8's operands: e4m3, and e5m2 for gradients with one scale per tensor."""
 BLOCK_ROUNDINGS, END_ROUNDINGS, PRODUCTS, TP_SUMS = 18, 4, 4, 2
 """Of the longest path, in one direction: through a block, at the ends; products of a block; its sums over tp."""
+MASTER_UNIT = 2.0**-24
+"""Of the masters, which are fp32."""
 EXPECTED, TENSOR_FACTOR, LARGEST = 0.39, 2.0, 0.9
 STATE_UNITS = {"fp32": 0.0, "bf16": 2.0**-7, "int8": 3 / 127}
 """What keeping a moment changes: a dithered rounding by a whole unit, in 8 bits of a block's largest entry."""
@@ -145,10 +150,16 @@ def compare_formats(ranks: Sequence[Observation], alone: Observation, exact: Obs
         rows += [replace(row, bound=_below_all(bound)) for row, bound in pairs_of]
     zeros = zero_gradients(exact)
     of_updates = math.hypot(of_tensors, states) if _follows_gradients(job) else None
-    for kind, field, bound in (("gradient", "gradients", of_tensors), ("update", "updates", of_updates)):
-        seen = [getattr(rank, field) for rank in ranks]
-        signs = of_tensors if kind == "update" and job.optimizer.name == "lion" else None
-        rows += _tensors(kind, seen, getattr(alone, field), getattr(exact, field), zeros, bound, signs)
+    rows += _tensors(
+        "gradient", [rank.gradients for rank in ranks], alone.gradients, exact.gradients, zeros, of_tensors
+    )
+    seen = [rank.updates for rank in ranks]
+    if job.optimizer.name == "lion":
+        chances = {name: _changed_signs(of_tensors, shard.values.numel()) for name, shard in exact.updates.items()}
+        chances[ALL] = _changed_signs(of_tensors, sum(shard.values.numel() for shard in exact.updates.values()))
+        rows += _tensors("update", seen, alone.updates, exact.updates, zeros, None, chances, signs=True)
+    else:
+        rows += _tensors("update", seen, alone.updates, exact.updates, zeros, of_updates, _resolutions(exact, job))
     rows += _sums(job, [rank.gradients for rank in ranks])
     return [replace(row, format=job.precision.format) for row in rows]
 
@@ -210,10 +221,14 @@ def _tensors(
     exact: dict[str, Shard],
     zeros: Collection[str],
     bound: float | None,
-    signs: float | None,
+    chances: Mapping[str, float] = MappingProxyType({}),
+    signs: bool = False,
 ) -> list[Comparison]:
-    """A row for each parameter, and one for all together; `signs` is the bound of the gradients whose signs these are,
-    if they are."""
+    """A row for each parameter, and one for all together.
+
+    `chances` are relative errors that say nothing, whatever one process errs by: where they could be anything, there is
+    no bound. Of `signs`, nothing else is allowed.
+    """
     wholes = {name: shard.values for name, shard in exact.items()}
     off = {name: differences([held[name] for held in ranks if name in held], whole) for name, whole in wholes.items()}
     off_alone = {name: differences([alone[name]], whole)[0] for name, whole in wholes.items()}
@@ -223,16 +238,29 @@ def _tensors(
     scales = {name: usual[name] if name in zeros else float(whole.norm()) for name, whole in wholes.items()}
     errors_alone = {name: float(found.norm()) / scales[name] for name, found in off_alone.items()}
     middle = median(errors_alone.values())
+
+    def row(name: str, error: float, calibrated: float, note: str = "") -> Comparison:
+        chance = chances.get(name, 0.0)
+        if chance > LARGEST:
+            return Comparison(kind, name, error, None, note)
+        derived = None if bound is None else math.hypot(bound, chance)
+        return Comparison(kind, name, error, _below_all(derived, max(calibrated, chance)), note)
+
     together = TIMES_ALONE_TOGETHER * _norm(off_alone.values()) / everything
-    error = _norm(found for found, _ in off.values()) / everything
-    by_chance = 0.0 if signs is None else _changed_signs(signs, size)
-    rows = [Comparison(kind, ALL, error, _below_all(bound, max(together, by_chance)))]
+    rows = [row(ALL, _norm(found for found, _ in off.values()) / everything, together)]
     for name, (found, note) in off.items():
-        calibrated = TIMES_ALONE * max(errors_alone[name], middle)
-        if signs is not None:
-            calibrated = _changed_signs(signs, wholes[name].numel())
-        rows.append(Comparison(kind, name, float(found.norm()) / scales[name], _below_all(bound, calibrated), note))
+        calibrated = 0.0 if signs else TIMES_ALONE * max(errors_alone[name], middle)
+        rows.append(row(name, float(found.norm()) / scales[name], calibrated, note))
     return rows
+
+
+def _resolutions(exact: Observation, job: Job) -> dict[str, float]:
+    """How far fp32 masters may be off their updates, relative to these: every step rounds the sum of both."""
+    rounded = job.run.steps * MASTER_UNIT
+    errors = {name: rounded * size for name, size in exact.sizes.items()}
+    updates = {name: float(shard.values.norm()) for name, shard in exact.updates.items()}
+    resolutions = {name: error / updates[name] if updates[name] else math.inf for name, error in errors.items()}
+    return resolutions | {ALL: math.hypot(*errors.values()) / math.hypot(*updates.values())}
 
 
 def _changed_signs(gradient: float, entries: int) -> float:

@@ -59,6 +59,8 @@ class Observation:
     """Of the first step, as they are before clipping, without the loss scale of fp16."""
     updates: dict[str, Shard] = field(default_factory=dict)
     """The parameters at the end minus those at the start."""
+    sizes: dict[str, float] = field(default_factory=dict)
+    """The norms of this rank's parameters at the start."""
     preferences: dict[str, Shard] = field(default_factory=dict)
     """What every router prefers at the end, which is no parameter: `balance_rate` moves it."""
     choices: Choices | None = None
@@ -106,6 +108,7 @@ def observe(
     listener = _Listener(seen)
     _record_first_gradients(weights, seen)
     before = _values(weights)
+    seen.sizes = {name: float(values.norm()) for name, values in before.items()}
     training = make(job, corpus, engine, weights, listener, listener, world)
     if references is not None:
         training.refer_to(references)
