@@ -27,7 +27,7 @@ from meshwright.verify.pair_sizes import PairSizes
 from meshwright.verify.ranks import RankError, RankGroup, run_ranks
 from meshwright.verify.recorded import CheckRecords
 from meshwright.verify.replay import Choices, Replayed, routes
-from meshwright.verify.sensitivity import SAMPLES, exceeds, perturbation, with_sensitivity
+from meshwright.verify.sensitivity import SAMPLES, exceeds, perturbation, unit_of, with_sensitivity
 from meshwright.verify.vacuous import require_dropping, require_exercised, require_routing
 
 FORMATS = (*BOUNDS, *formats.UNITS)
@@ -137,15 +137,14 @@ class Check:
         # Only for full gradients: what compression or a stale stage leaves out of the first step may come later.
         plain = reference(self.job.model_copy(update={"layout": Layout()}), "float64", self.device)
         zeros = zero_gradients(plain)
+        pairs = PairSizes.of(self.job, exact)
         if self.dtype in formats.UNITS:
             rows = formats.compare_formats(ranks, alone, exact, self.job)
-            if exceeds(rows):
-                pairs = PairSizes.of(self.job, exact)
-                margin_size = 0.0 if pairs is None else pairs.margin_size
-                rows = with_sensitivity(rows, exact, self._perturbed(exact), zero_gradients(exact), margin_size)
         else:
-            zeros_here = zeros if self.dtype == "float32" else ()
-            rows = compare(ranks, alone, self.dtype, zeros_here, PairSizes.of(self.job, exact))
+            rows = compare(ranks, alone, self.dtype, zeros if self.dtype == "float32" else (), pairs)
+        if self.dtype != "float64" and exceeds(rows) and not is_lossy(self.job.layout):
+            margin_size = 0.0 if pairs is None else pairs.margin_size
+            rows = with_sensitivity(rows, exact, self._perturbed(exact), zero_gradients(exact), margin_size)
         replayed = Replayed.of(rank.replayed for rank in ranks)
         if replayed is not None:
             rows.append(formats.routing_row(self.job, self.dtype, replayed))
@@ -163,12 +162,12 @@ class Check:
         return Verdict(self.job, self.dtype, compared, seconds, contract, notes, replayed)
 
     def _perturbed(self, exact: Observation) -> list[Observation]:
-        """What one process observes in float64 from weights that rounding has changed, routed as without it."""
+        """What one process observes in float64 of numbers that rounding has changed, routed as without it."""
         job, master = _in_format(_reference_job(self.job), "float64")
         run = observe_stale if is_asynchronous(job) else observe
         return [
             run_ranks(
-                partial(run, change=perturbation(formats.UNITS[self.dtype], sample)),
+                partial(run, change=perturbation(unit_of(self.job, self.dtype), sample)),
                 *(1, job, master, self.device, exact.choices),
                 timeout_s=TIMEOUT_S,
             )[0]

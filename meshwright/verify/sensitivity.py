@@ -6,26 +6,31 @@ later steps, which depend on updates. One process trains in float64 a few times 
 and that result's gradient are changed by what rounding changes them, 0.39 u: 15 of the 18 roundings of a block each
 way. So √(18/15) times the response is expected, and 2 / 0.39 times that is allowed, as it is of other tensors; twice
 that of all parameters together. No code in 16 bits takes part, so a bug there raises no bound.
+
+In fp32, every one of the K sums of a product rounds too, which is as wide as √(K+1) roundings of its result.
 """
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from meshwright.job import Job
 from meshwright.parallel import Weights
 from meshwright.verify.compare import Comparison
 from meshwright.verify.formats import (
     ALL,
     EXPECTED,
     LARGEST,
+    MASTER_UNIT,
     SERIES,
     TENSOR_FACTOR,
     TENSORS,
     TIMES_ALONE_TOGETHER,
+    UNITS,
 )
 from meshwright.verify.observe import Observation
 
@@ -39,6 +44,12 @@ its first projection and the block itself, beside 6 weights."""
 def exceeds(rows: Sequence[Comparison]) -> bool:
     """Whether a number or tensor exceeds its bound by an error that its sensitivity could explain."""
     return any(_exceeds(row) for row in rows)
+
+
+def unit_of(job: Job, dtype: str) -> float:
+    """What a result of a module is rounded by, relative to it."""
+    terms = max(job.model.width, job.model.ffn_width, job.model.heads * job.model.head_dim)
+    return UNITS.get(dtype, MASTER_UNIT * math.sqrt(terms + 1))
 
 
 def perturbation(unit: float, sample: int) -> Callable[[Weights, Sequence[nn.Module]], None]:
@@ -108,13 +119,17 @@ def _response_of_tensors(row: Comparison, exact: Observation, perturbed: Sequenc
     field = TENSORS[row.kind]
     expected = getattr(exact, field)
     names = list(expected) if row.name == ALL else [row.name]
-    size = math.hypot(*(float(expected[name].values.norm()) for name in names))
-    squares = [
-        float((getattr(seen, field)[name].values - expected[name].values).square().sum())
-        for seen in perturbed
-        for name in names
+    norm = 2.0 if row.format else math.inf  # errors in fp32 are those of the worst entry
+
+    def size(values: Mapping[str, Tensor]) -> float:
+        norms = torch.stack([torch.linalg.vector_norm(tensor, norm) for tensor in values.values()])
+        return float(torch.linalg.vector_norm(norms, norm))
+
+    changes = [
+        {name: getattr(seen, field)[name].values - expected[name].values for name in names} for seen in perturbed
     ]
-    return math.sqrt(sum(squares) / len(perturbed)) / size
+    squares = [size(change) ** 2 for change in changes]
+    return math.sqrt(sum(squares) / len(perturbed)) / size({name: expected[name].values for name in names})
 
 
 def _response_of_number(row: Comparison, exact: Observation, perturbed: Sequence[Observation], floor: float) -> float:

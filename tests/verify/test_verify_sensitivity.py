@@ -32,6 +32,8 @@ def bound_of(row: Comparison, **perturbed: Any) -> float | None:
         (Comparison("loss", "step 1", 0.05, 0.01), {"losses": [2.02, 9.0]}),
         (Comparison("margin", "evaluation 1", 0.05, 0.01), {"margins": [0.02]}),
         (Comparison("gradient", "weight", 0.05, 0.01), {"gradients": {"weight": shard([3.03, 4.04])}}),
+        (Comparison("gradient", "weight", 0.05, 0.01), {"gradients": {"weight": shard([3.04, 4.0])}}),
+        (Comparison("gradient", "weight", 0.05, 0.01, format="bf16"), {"gradients": {"weight": shard([3.05, 4.0])}}),
     ],
     ids=lambda value: getattr(value, "kind", ""),
 )
