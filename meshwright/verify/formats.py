@@ -114,12 +114,8 @@ def in_format(job: Job, name: str) -> tuple[Job, list[str]]:
         notes.append(
             f"{name}: optimizer with lr {rate:.3g} and eps 1, so that an update's error follows its gradient's"
         )
-    if is_lossy(job.layout):
-        changed["layout"] = job.layout.model_copy(update={"compress": "none"})
-        notes.append(
-            f'{name}: layout.compress "{job.layout.compress}" → "none", because what it leaves out would hide other '
-            "errors"
-        )
+    job, without = without_compression(job, name)
+    notes += without
     if name == "fp16":
         notes.append("fp16: the loss scale starts at 2^10, since gradients are large in small models")
     job = job.model_copy(update=changed)
@@ -130,6 +126,16 @@ def in_format(job: Job, name: str) -> tuple[Job, list[str]]:
             f"{job.model.head_dim}, feed-forward {job.model.ffn_width}, sequence {job.batch.sequence_length}"
         )
     return job, notes
+
+
+def without_compression(job: Job, name: str) -> tuple[Job, list[str]]:
+    """A job that sends gradients exactly, and a note if it did not: rounding would change what is left out."""
+    if not is_lossy(job.layout):
+        return job, []
+    note = (
+        f'{name}: layout.compress "{job.layout.compress}" → "none", because what it leaves out would hide other errors'
+    )
+    return job.model_copy(update={"layout": job.layout.model_copy(update={"compress": "none"})}), [note]
 
 
 def compare_formats(ranks: Sequence[Observation], alone: Observation, exact: Observation, job: Job) -> list[Comparison]:
@@ -210,7 +216,7 @@ def _variance(job: Job) -> tuple[float, float]:
             forward += 2 * FORWARD_UNIT**2
             backward += GRADIENT_UNIT**2 + FORWARD_UNIT**2
     if job.precision.gradients == "bf16":
-        backward += _summands(job) * UNITS["bf16"] ** 2
+        backward += _summands(job, parts=job.layout.cp) * UNITS["bf16"] ** 2
     return forward, backward
 
 
@@ -275,7 +281,9 @@ def _sums(job: Job, ranks: list[dict[str, Shard]]) -> list[Comparison]:
         return []
     rows = []
     names = dict.fromkeys(name for held in ranks for name in held if name.startswith("layers."))
-    for name in (name for name in names if _summands(job, name) > 1):
+    # Elsewhere padding may be all that a rank has of a sequence, and its gradient zero.
+    parts = job.layout.cp if job.data.packing == "concatenate" else 1
+    for name in (name for name in names if _summands(job, name, parts) > 1):
         values = torch.cat([held[name].values.flatten() for held in ranks if name in held])
         if any(held[name].values.dim() > 1 for held in ranks if name in held):
             rows.append(Comparison("sum", name, _share_of_narrow(values, DTYPES[job.precision.format]), MOST_NARROW))
@@ -289,10 +297,11 @@ def _share_of_narrow(values: Tensor, dtype: torch.dtype) -> float:
     return float(((bits & below) == 0).double().mean()) if len(bits) else 0.0
 
 
-def _summands(job: Job, name: str = "") -> int:
-    """How many gradients of a parameter are summed in a step; tokens of several ranks meet in an expert's product."""
+def _summands(job: Job, name: str = "", parts: int = 1) -> int:
+    """How many gradients of a parameter are summed in a step, of so many parts of a sequence; tokens of several ranks
+    meet in an expert's product."""
     layout = job.layout
-    ranks = layout.dp_replicate * layout.dp_shard * layout.cp
+    ranks = layout.dp_replicate * layout.dp_shard * parts
     return job.accumulation * (ranks * layout.tp // layout.ep if ".moe.experts." in name else ranks)
 
 

@@ -190,7 +190,7 @@ def add_encoder(rng: Random, table: Table) -> None:
         "kind": rng.choice(("clip", "siglip")),
         "image_size": IMAGE_SIZE,
         "patch": PATCH,
-        "width": heads * rng.choice((2, 4, 5)),
+        "width": max(4, heads * rng.choice((2, 4, 5))),  # a norm of two numbers is ±1, whatever they are
         "layers": used - select - 1,
         "select_layer": select,
         "images": rng.choice((1, 2)),
