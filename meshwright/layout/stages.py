@@ -49,10 +49,12 @@ def balanced_counts(shape: Model, sequence: int, stages: int) -> tuple[int, ...]
         return (shape.layers,)
     layer, embedding, head = piece_costs(shape, sequence)
     inner = stages - 2
+    most_first, most_inner, most_last = _most_layers(shape.layers, inner, (layer, embedding, head))
     ways = []
-    for last in range(1, shape.layers - stages + 2):
+    for last in range(1, min(most_last, shape.layers - stages + 1) + 1):
         # The embedding only adds to the first stage: it never holds more than an even share of what the last leaves.
-        for first in range(1, -(-(shape.layers - last) // (stages - 1)) + 1):
+        even_share = -(-(shape.layers - last) // (stages - 1))
+        for first in range(max(1, shape.layers - last - inner * most_inner), min(most_first, even_share) + 1):
             left = shape.layers - first - last
             if left < inner or (left and not inner):
                 continue
@@ -63,6 +65,28 @@ def balanced_counts(shape: Model, sequence: int, stages: int) -> tuple[int, ...]
             ways.append((high, squares, first, each, more, last))  # squares even out the stages below the highest
     _, _, first, each, more, last = min(ways)
     return (first, *[each] * (inner - more), *[each + 1] * more, last)
+
+
+def _most_layers(layers: int, inner: int, costs: tuple[float, float, float]) -> tuple[int, int, int]:
+    """Most layers of the first stage, of an inner one and of the last in the ways whose highest stage is cheapest.
+
+    Without these limits, there are as many ways as the square of the layers.
+    """
+    layer, embedding, head = costs
+
+    def within(cost: float) -> tuple[int, int, int]:
+        return int((cost - embedding) / layer), int(cost / layer), int((cost - head) / layer)
+
+    low = layer + max(embedding, head)
+    high = low + layers * layer
+    while high - low > layer / 1000:
+        middle = (low + high) / 2
+        first, each, last = within(middle)
+        if first + inner * each + last >= layers:
+            high = middle
+        else:
+            low = middle
+    return within(high)
 
 
 def piece_costs(shape: Model, sequence: int) -> tuple[float, float, float]:

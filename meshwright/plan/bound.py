@@ -19,7 +19,18 @@ from meshwright.plan.kernels import device_of
 from meshwright.plan.machine import Machine
 from meshwright.plan.reserve import COMMUNICATOR_BYTES, FRAGMENTS
 from meshwright.plan.software import CONTEXT_BYTES
-from meshwright.plan.space import BUDGET, KINDS, MODES, Pipe, layout_with, pipes_of, shardings_of, with_layout, with_way
+from meshwright.plan.space import (
+    BUDGET,
+    KINDS,
+    MODES,
+    Pipe,
+    hybrid_sizes,
+    layout_with,
+    pipes_of,
+    shardings_of,
+    with_layout,
+    with_way,
+)
 from meshwright.plan.step import STRAGGLERS
 from meshwright.plan.update import update_s
 
@@ -29,6 +40,7 @@ WORTH = 0.002
 """Share of a step that hybrid sharding must save over sharding over all replicas, which takes less memory."""
 _CONTENTION = 1 + CONTENTION
 """What a second of transfers may add to a step, at most."""
+_DEGREES = ("tp", "cp", "ep")
 _BY_ROW = (
     "f",
     "p",
@@ -120,8 +132,7 @@ class _Rows:
         self._at_once = at_once
         self.f, self.p, self.z = self._valid(shardings)
         self.tp, self.cp, self.ep = (
-            np.array([getattr(one.job.layout, axis) for one in families], dtype=int)[self.f]
-            for axis in ("tp", "cp", "ep")
+            np.array([getattr(one.job.layout, axis) for one in families], dtype=int)[self.f] for axis in _DEGREES
         )
         self.pp, self.virtual = (
             np.array([getattr(pipe, name) for pipe in pipes])[self.p] for name in ("pp", "virtual")
@@ -141,9 +152,6 @@ class _Rows:
         gpus, batch = self.machine.gpus, self.job.batch.global_batch
         layouts = [one.job.layout for one in self.families]
         group = np.array([one.tp * one.cp for one in layouts], dtype=int)[:, None]
-        cp, tp, ep = (
-            np.array([getattr(one, axis) for one in layouts], dtype=int)[:, None, None] for axis in ("cp", "tp", "ep")
-        )
         micro = np.array([one.job.batch.micro_batch for one in self.families], dtype=int)[:, None]
         compiled = np.array([one.job.run.compiles for one in self.families], dtype=bool)[:, None]
         pp = np.array([pipe.pp for pipe in self.pipes])[None, :]
@@ -156,13 +164,24 @@ class _Rows:
             pairs &= batch == micro * dp
         # Halves of a backward are not compiled; what is not compiled for their sake runs nothing else.
         pairs &= np.where(splits, ~compiled, compiled == self.job.run.compiles)
-        zero, shard = (np.array(one)[None, None, :] for one in zip(*shardings, strict=True))
-        valid = pairs[:, :, None] & (dp[:, :, None] % shard == 0)
-        valid &= np.where(zero == 0, cp == 1, shard * cp > 1)
-        valid &= tp * np.where(zero == 0, 1, cp * shard) % ep == 0  # experts are distributed over ranks of other tokens
-        valid &= ~((zero == 2) & (pp[:, :, None] > 1))  # where gradients stay whole until the step's end, it is zero 1
-        valid &= ~(splits[:, :, None] & (zero == 3))  # halves of a backward need their parameters in between
-        return np.nonzero(valid)
+        families, pipes = np.nonzero(pairs)
+        tp, cp, ep = (np.array([getattr(one, axis) for one in layouts], dtype=int)[families] for axis in _DEGREES)
+        dp, pipelined, splits = dp[families, pipes], pp[0, pipes] > 1, splits[0, pipes]
+        hybrids = hybrid_sizes(gpus, self.machine.wires.gpus_per_node)
+        valid = np.empty((len(families), len(shardings)), dtype=bool)
+        for column, (zero, shard) in enumerate(shardings):  # all at once would take gigabytes
+            owners = cp * shard if zero else 1
+            fits = (dp % shard == 0) & (tp * owners % ep == 0)  # experts are distributed over ranks of other tokens
+            fits &= owners > 1 if zero else cp == 1
+            if shard not in hybrids:
+                fits &= dp == shard
+            if zero == 2:  # where gradients stay whole until the step's end, it is zero 1
+                fits &= ~pipelined
+            if zero == 3:  # halves of a backward need their parameters in between
+                fits &= ~splits
+            valid[:, column] = fits
+        rows, columns = np.nonzero(valid)
+        return families[rows], pipes[rows], columns
 
     def _drop(self, keep: Any) -> None:
         """Leave out rows."""

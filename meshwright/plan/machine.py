@@ -25,8 +25,10 @@ from meshwright.plan.kernels import UNKNOWN_BANDWIDTH
 from meshwright.plan.measured import Measured, measured_of
 from meshwright.plan.rates import Rates, measured_rates, rates_of
 
-_SPELLING = re.compile(r"(?:(\d+)x)?(\d+)x([a-z][\w-]*)")
-_SITE = re.compile(r"(?:(\d+)x)?(.+)")
+_SPELLING = re.compile(r"(?:(\d{1,9})x)?(\d{1,9})x([a-z][\w-]*)")
+_SITE = re.compile(r"(?:(\d{1,9})x)?(.+)")
+_MOST_NODES = 10**6
+MOST_GPUS_PER_NODE = 10**4
 
 # Network of a node, GB/s in one direction for each GPU, as the makers' reference designs and the named sites have it.
 _USUAL_NETWORK = {
@@ -98,7 +100,7 @@ def parse_cluster(spelling: str) -> Cluster:
     if site := _SITE.fullmatch(spelling):
         nodes, name = site.groups()
         if name.lower() in site_names() or name.endswith(".toml"):
-            _require_some(spelling, name, int(nodes or 1))
+            _require_possible(spelling, name, int(nodes or 1))
             return completed(Cluster(name=name, nodes=int(nodes or 1)), field="--cluster")
     found = _SPELLING.fullmatch(spelling.lower())
     if found is None:
@@ -106,15 +108,24 @@ def parse_cluster(spelling: str) -> Cluster:
             f"--cluster = {spelling} is not understood; write 8xh100, 16x8xa100-80gb (nodes × GPUs) or 16xleonardo"
         )
     nodes, gpus, gpu = found.groups()
-    _require_some(spelling, gpu, int(nodes or 1), int(gpus))
+    _require_possible(spelling, gpu, int(nodes or 1), int(gpus))
     return Cluster(nodes=int(nodes or 1), gpus_per_node=int(gpus), gpu=_gpu(gpu).key)
 
 
-def _require_some(spelling: str, name: str, *numbers: int) -> None:
-    if 0 in numbers:
-        one = "rank" if name == CPU else "GPU"
+def _require_possible(spelling: str, name: str, nodes: int, gpus_per_node: int = 1) -> None:
+    rank = "rank" if name == CPU else "GPU"
+    if 0 in (nodes, gpus_per_node):
         raise UserError(
-            f"--cluster = {spelling} has no {one}; write at least one node and one {one} per node, as 1x{name}"
+            f"--cluster = {spelling} has no {rank}; write at least one node and one {rank} per node, as 1x{name}"
+        )
+    if gpus_per_node > MOST_GPUS_PER_NODE:
+        raise UserError(
+            f"--cluster = {spelling} has {gpus_per_node:,} {rank}s per node, and at most {MOST_GPUS_PER_NODE:,} are "
+            f"possible; write the nodes too, as {gpus_per_node // 8}x8x{name}"
+        )
+    if nodes > _MOST_NODES:
+        raise UserError(
+            f"--cluster = {spelling} has {nodes:,} nodes, and at most {_MOST_NODES:,} are possible; give fewer"
         )
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
-from math import gcd
+from math import gcd, log2
 from typing import Any, Literal
 
 from meshwright.hardware import Gpu
@@ -24,6 +24,10 @@ _ZERO_BUBBLE = (("zb-h1", 1), ("zb-v", 2))
 _MOST_CONTEXT = 16
 _LEAST_TOKENS = 2048
 """Fewest tokens of a sequence on a context-parallel rank."""
+_MOST_STAGES = 128
+"""No published training has a pipeline of more stages, and simulating one takes seconds."""
+_MOST_HYBRIDS = 24
+"""Numbers of GPUs with more divisors than this have millions of layouts otherwise."""
 _MICRO_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 _SEARCHED = ("dp_replicate", "dp_shard", "zero", "tp", "cp", "ep", "pp", "schedule", "virtual_stages", "split")
 
@@ -60,7 +64,7 @@ def pipes_of(job: Job, gpus: int, allow: frozenset[str]) -> list[Pipe]:
     pipes = [Pipe(1, "1f1b", 1, (job.model.layers,), given=False)]
     for pp in divisors(gpus)[1:]:
         for schedule, virtual in schedules:
-            if pp * virtual <= job.model.layers:
+            if pp * virtual <= min(job.model.layers, _MOST_STAGES):
                 balanced = balanced_counts(job.model, job.batch.sequence_length, pp * virtual)
                 pipes += [Pipe(pp, schedule, virtual, counts, counts != balanced) for counts in _splits(balanced)]
     return pipes
@@ -80,6 +84,19 @@ def _splits(balanced: tuple[int, ...]) -> list[tuple[int, ...]]:
 def shardings_of(gpus: int) -> list[tuple[int, int]]:
     """Every zero stage with every dp_shard; what is left of the data-parallel ranks are replicas."""
     return [(0, 1), *product((1, 2, 3), divisors(gpus))]
+
+
+def hybrid_sizes(gpus: int, gpus_per_node: int) -> set[int]:
+    """Sizes of the groups that share states where there are replicas of them: every divisor, or of numbers with many
+    of those the powers of two of a GPU and of a node."""
+    sizes = divisors(gpus)
+    if len(sizes) <= _MOST_HYBRIDS:
+        return set(sizes)
+    return {size for size in sizes if _is_power_of_two(size) or _is_power_of_two(size / gpus_per_node)}
+
+
+def _is_power_of_two(number: float) -> bool:
+    return number >= 1 and log2(number).is_integer()
 
 
 def degrees_of(job: Job, gpus: int) -> Iterator[tuple[int, int, int]]:

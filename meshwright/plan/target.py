@@ -7,9 +7,11 @@ from meshwright.hardware import completed
 from meshwright.job import Job
 from meshwright.job.devices import Cluster
 from meshwright.layout import ranks_of, require_layout
-from meshwright.plan.machine import parse_cluster, spelled
+from meshwright.plan.machine import MOST_GPUS_PER_NODE, parse_cluster, spelled
 
-_COUNT = re.compile(r"(\d+)x([a-z][\w-]*)")
+MOST_GPUS = 2**18
+"""Of a search: the layouts of many more take minutes to bound."""
+_COUNT = re.compile(r"(\d{1,9})x([a-z][\w-]*)")
 _NODE = (
     (("gb200", "gb300"), 72),
     (("gh200", "a100-64gb", "h100-64gb"), 4),
@@ -28,7 +30,15 @@ def target_of(job: Job | None, spelling: str | Cluster | None) -> tuple[Cluster,
     Without one they are the job's own. With one, the job's section still says what it says of failures, price and
     storage, and if it is of the same GPU, of links and host memory.
     """
-    own = Cluster() if job is None else job.cluster
+    cluster, note = _described(Cluster() if job is None else job.cluster, spelling)
+    if (gpus := cluster.nodes * cluster.gpus_per_node) > MOST_GPUS:
+        raise UserError(
+            f"--cluster = {spelled(cluster)} has {gpus:,} GPUs, and a plan takes at most {MOST_GPUS:,}; give fewer"
+        )
+    return cluster, note
+
+
+def _described(own: Cluster, spelling: str | Cluster | None) -> tuple[Cluster, str]:
     if isinstance(spelling, Cluster):
         return completed(spelling), ""
     if spelling is None:
@@ -62,19 +72,21 @@ def why_refused(job: Job, ranks: int) -> str | None:
 
 def in_nodes(spelling: str) -> tuple[Cluster, str]:
     """`64xh100` is eight nodes of eight, since no node has 64; `1x64xh100` would be one."""
-    cluster = parse_cluster(spelling)
-    if cluster.name is not None or not _COUNT.fullmatch(spelling.lower()):
-        return cluster, ""
-    gpu, gpus = cluster.gpu or "", cluster.gpus_per_node
+    count = _COUNT.fullmatch(spelling.lower())
+    if count is None or (single := parse_cluster(f"1x{count[2]}")).name is not None:
+        return parse_cluster(spelling), ""
+    gpus, gpu = int(count[1]), single.gpu or ""
     most = next((size for names, size in _NODE if gpu.startswith(names)), 8)
     if gpus <= most:
-        return cluster, ""
+        return parse_cluster(spelling), ""
     each = next(size for size in range(most, 0, -1) if gpus % size == 0)
     if each < min(most, 4):
         raise UserError(
             f"--cluster = {spelling} is more than a node has ({most}), and {gpus} are not equal nodes of 4 to {most}; "
             f"write the nodes too, as {gpus // most}x{most}x{gpu}, or 1x{gpus}x{gpu} for a single node"
         )
-    split = cluster.model_copy(update={"nodes": gpus // each, "gpus_per_node": each})
+    split = parse_cluster(f"{gpus // each}x{each}x{gpu}")
     note = f"--cluster = {spelling} is taken as {spelled(split)}: {gpus // each} nodes of {each}"
-    return split, f"{note}; write 1x{gpus}x{gpu} for a single node of {gpus}"
+    if gpus <= MOST_GPUS_PER_NODE:
+        note += f"; write 1x{gpus}x{gpu} for a single node of {gpus}"
+    return split, note

@@ -20,7 +20,7 @@ SHAPE = (
 )
 """Fields of a model that a plan depends on."""
 LIMITS = {
-    "nodes": (1, 1024),
+    "nodes": (1, 2**12),
     "gpus": (1, 72),
     "seq": (16, 2**20),
     "batch": (16, 2**28),

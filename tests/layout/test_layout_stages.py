@@ -1,5 +1,6 @@
 """How layers are shared out: balanced by cost, with the ends counted in."""
 
+import tracemalloc
 from itertools import combinations
 
 import pytest
@@ -42,3 +43,17 @@ def test_equal_costs_are_spread_evenly() -> None:
 def test_a_block_of_an_extra_token_counts_on_the_last_stage() -> None:
     shape = Model(vocab_size=2, width=1024, layers=11, heads=8, ffn_width=4096, extra_tokens=1)
     assert balanced_counts(shape, 64, 4) == (3, 3, 3, 2)
+
+
+def test_thousands_of_layers_are_balanced_without_listing_every_way() -> None:
+    """All ways to cut 2,000 layers into three stages take more than 100 MB."""
+    shape = Model(vocab_size=64_000, width=64, layers=2000, heads=1)
+    tracemalloc.start()
+    counts = balanced_counts(shape, 512, 3)
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    layer = piece_costs(shape, 512)[0]
+    assert sum(counts) == 2000
+    # Moving a layer makes no stage cheaper than the costliest: this one is within a layer of the mean.
+    assert costliest(counts, shape, 512) < sum(piece_costs(shape, 512)[1:], 2000 * layer) / 3 + layer
+    assert peak_bytes < 10e6

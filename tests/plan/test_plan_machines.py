@@ -1,15 +1,17 @@
 """Questions about machines: several side by side, and how many a training needs."""
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from meshwright.errors import UserError
 from meshwright.job.devices import Cluster
 from meshwright.plan import economy, predict
 from meshwright.plan.economy import goodput_of
-from meshwright.plan.target import in_nodes
+from meshwright.plan.target import in_nodes, target_of
 
 MODEL = ("plan", "--model", "llama-3.2-1b", "--seq", "2048", "--batch-tokens", "1048576", "--json")
 
@@ -53,12 +55,29 @@ def test_the_fewest_nodes_that_end_in_time(cli: Callable[..., Any]) -> None:
         ("16xgh200", 4, 4),
         ("12xh100", 2, 6),
         ("1x64xh100", 1, 64),
+        ("16384xh100", 2048, 8),
+        ("100000xh100", 12500, 8),
     ],
 )
 def test_nodes_are_as_they_are_built(spelling: str, nodes: int, each: int) -> None:
     cluster, note = in_nodes(spelling)
     assert (cluster.nodes, cluster.gpus_per_node) == (nodes, each)
     assert bool(note) == (nodes > 1)
+
+
+@pytest.mark.parametrize(
+    ("spelling", "words"),
+    [
+        ("1x16384xh100", "16,384 GPUs per node, and at most 10,000 are possible; write the nodes too, as 2048x8xh100"),
+        ("2000000x8xh100", "has 2,000,000 nodes, and at most 1,000,000 are possible"),
+        ("99999999xleonardo", "has 99,999,999 nodes, and at most 1,000,000 are possible"),
+        ("1000000x8xh100", "has 8,000,000 GPUs, and a plan takes at most 262,144; give fewer"),
+        (f"{'9' * 5000}xh100", "is not understood"),
+    ],
+)
+def test_more_machines_than_are_possible_are_refused(spelling: str, words: str) -> None:
+    with pytest.raises(UserError, match=re.escape(words)):
+        target_of(None, spelling)
 
 
 def test_slow_storage_costs_goodput() -> None:

@@ -14,7 +14,7 @@ from meshwright.job.devices import Segments
 from meshwright.layout import require_layout, saved_by_name
 from meshwright.plan import batch_sequences, parse_cluster, predict, search
 from meshwright.plan.explain import layout_words
-from meshwright.plan.space import degrees_of
+from meshwright.plan.space import degrees_of, hybrid_sizes, pipes_of
 
 
 def test_a_small_model_is_replicated() -> None:
@@ -117,3 +117,19 @@ def test_refusals_say_what_to_do() -> None:
     ):
         error = CliRunner().invoke(app, ["plan", *arguments]).exception
         assert isinstance(error, UserError) and word in str(error), arguments
+
+
+def test_a_search_of_huge_jobs_is_bounded() -> None:
+    """No pipeline has more than 128 stages, and numbers of GPUs with many divisors have few sizes of hybrid groups."""
+    deep = asked("llama-2-7b", 2048, 512)
+    deep = deep.model_copy(update={"model": deep.model.model_copy(update={"layers": 10_000})})
+    assert max(len(pipe.counts) for pipe in pipes_of(deep, 512, frozenset())) == 128
+    assert hybrid_sizes(16384, 8) == {2**power for power in range(15)}
+    assert hybrid_sizes(24, 8) == {1, 2, 3, 4, 6, 8, 12, 24}
+    assert hybrid_sizes(1440, 72) == {1, 2, 4, 8, 16, 32, 72, 144, 288}
+
+
+def test_100800_gpus_have_as_many_layouts_as_other_numbers() -> None:
+    """Of 126 divisors: with every one as a hybrid group, there are nine times as many."""
+    found = search(asked("llama-2-7b", 2048, 100_800), nodes(12_600), enough=lambda: True)
+    assert found.bounded < 100_000

@@ -80,7 +80,7 @@ def test_a_quick_answer_is_said_not_to_be_whole(monkeypatch: pytest.MonkeyPatch)
         ({"batch": "1.5"}, "Batch = 1.5 is not a number of tokens; write a whole number as 15T, 2e12 or 1400000"),
         ({"batch": "1e30"}, "is not a whole number from 16 to 268,435,456"),
         ({"gpu": "h1000; rm -rf"}, "GPU = h1000; rm -rf is not known; choose one from the list"),
-        ({"nodes": 10**9}, "Nodes = 1000000000 is not a whole number from 1 to 1,024"),
+        ({"nodes": 10**9}, "Nodes = 1000000000 is not a whole number from 1 to 4,096"),
         ({"nodes": True}, "Nodes = True is not a whole number"),
         ({"seq": 1 << 19}, "Sequence = 524288 is longer than the model's longest sequence"),
         ({"nodes": 1024, "batch": 1024}, "Batch gives 1 sequences a step, which no layout spreads evenly over 8192"),
