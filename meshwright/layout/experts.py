@@ -48,8 +48,8 @@ def require_router(job: Job) -> None:
         return
     if model.adapter is None and (model.encoder is None or "decoder" in model.encoder.train):
         raise UserError(
-            "model.experts.top_k = 1 with model.experts.normalised = true makes every weight of an expert 1, so that the "
-            "loss gives the router no gradient; set model.experts.normalised = false, or top_k = 2 or more"
+            "model.experts.top_k = 1 with model.experts.normalised = true makes every weight of an expert 1, so that "
+            "the loss gives the router no gradient; set model.experts.normalised = false, or top_k = 2 or more"
         )
 
 
