@@ -135,6 +135,6 @@ def _response_of_tensors(row: Comparison, exact: Observation, perturbed: Sequenc
 def _response_of_number(row: Comparison, exact: Observation, perturbed: Sequence[Observation], floor: float) -> float:
     """The change of a step's or an evaluation's number, relative to it: the root of the mean square."""
     series, position = SERIES[row.kind], int(row.name.rpartition(" ")[2]) - 1
-    expected = getattr(exact, series)[position]
-    squares: list[float] = [(getattr(seen, series)[position] - expected) ** 2 for seen in perturbed]
+    expected: float = getattr(exact, series)[position]
+    squares = [(getattr(seen, series)[position] - expected) ** 2 for seen in perturbed]
     return math.sqrt(sum(squares) / len(perturbed)) / max(abs(expected), floor)
