@@ -18,6 +18,8 @@ _OURS = "|meshwright "
 
 def preload(compiles: bool = False) -> None:
     """Import what torch imports on first use, which every forked process would repeat: the compiler too if needed."""
+    # Torch counts GPUs with NVML then: CUDA's own count, which these imports make, would leave forks without GPUs.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     import torch._dynamo
     import torch._inductor.utils
 

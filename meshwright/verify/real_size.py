@@ -16,6 +16,7 @@ from meshwright.layout import padded_vocabulary
 from meshwright.model import Documents, Media, build_architecture
 from meshwright.model.moe import Compute, Meanwhile, MixtureOfExperts
 from meshwright.parallel import failed_module
+from meshwright.verify.ranks import run_ranks
 from meshwright.verify.shrink import Change, shrink
 
 MOST_SEQUENCES = 2
@@ -41,6 +42,12 @@ def require_real_size(job: Job) -> list[Change]:
     A model file that fails at any size there (it may read values, which the meta device has none of) is not checked,
     which is a change to report.
     """
+    # In a fork: a backward asks for GPUs, after which no fork of this process could use one.
+    changes: list[Change] = run_ranks(_check_real_size, 1, job)[0]
+    return changes
+
+
+def _check_real_size(job: Job) -> list[Change]:
     try:
         _run_blocks(job, job.model, job.batch.sequence_length)
         if job.model.file is None and job.layout.tp * job.layout.cp > 1:
