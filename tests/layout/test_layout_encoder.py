@@ -57,7 +57,6 @@ def test_pairs_of_answers_are_refused() -> None:
     [
         ({"heads": 3}, {"tp": 2}, r"layout.tp = 2 does not divide model.audio.heads = 3"),
         ({"windows": 3}, {}, r"model.audio.windows = 3 of 25 tokens each do not fit into batch.sequence_length = 64"),
-        ({"train": ["projector"]}, {"pp": 2}, r'model.audio.train = \["projector"\] lacks "decoder"'),
     ],
 )
 def test_an_encoder_of_sound_is_refused_likewise(audio: dict[str, Any], layout: dict[str, Any], match: str) -> None:

@@ -32,8 +32,9 @@ def test_the_sign_of_rounding_is_no_mistake() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float64", "bf16"])
-def test_a_router_without_a_gradient_is_vacuous_not_unequal(dtype: str) -> None:
+def test_a_router_without_a_gradient_is_vacuous_not_unequal(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A single score divided by itself is 1; what Lion makes of the router's rounding differs in every layout."""
+    monkeypatch.setattr("meshwright.layout.experts.require_router", lambda job: None)  # which refuses this cause of it
     line = "moe · dp_shard 2, ep 2"
     experts = LINES[line].model.experts
     assert experts is not None

@@ -1,13 +1,13 @@
 """Routing that proves nothing is refused, and equal scores choose the same experts in every layout."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from meshwright.errors import UserError
@@ -109,10 +109,10 @@ def test_a_difference_counts_for_more(monkeypatch: Patch) -> None:
 def tie(monkeypatch: Patch) -> None:
     """Give experts 0 and 1 the same scores exactly, and experts 2 and 3: one channel's value, or minus it."""
     module = import_module("meshwright.verify.observe")  # which its room hides behind the function
-    enliven = module._enliven
+    enliven = module.enliven
 
-    def tied(weights: Weights) -> None:
-        enliven(weights)
+    def tied(weights: Weights, modules: Sequence[nn.Module]) -> None:
+        enliven(weights, modules)
         shards = weights.shards()
         for name, master in weights.masters.items():
             if name.endswith("router.linear.weight"):
@@ -121,7 +121,7 @@ def tie(monkeypatch: Patch) -> None:
                 master.data.copy_(shards[name].take(whole))
         weights.refresh()
 
-    monkeypatch.setattr(module, "_enliven", tied)
+    monkeypatch.setattr(module, "enliven", tied)
 
 
 TIED: list[dict[str, Any]] = [
