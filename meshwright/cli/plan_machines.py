@@ -30,7 +30,7 @@ class Asked:
         return question(
             opened.job if model is None else opened.job.model_copy(update={"model": model}),
             cluster,
-            exact=opened.file is not None,
+            exact=opened.exact,
             mtbf_hours=self._training.mtbf_hours,
             longest=opened.longest,
             **self._sizes,
@@ -39,7 +39,7 @@ class Asked:
     @property
     def tokens(self) -> float | None:
         """Of the whole training: as given, else as many as the job's own steps take."""
-        if self._training.tokens is not None or self.opened.file is None:
+        if self._training.tokens is not None or not self.opened.exact:
             return self._training.tokens
         return float(self.opened.job.run.steps * self.opened.job.tokens_per_step)
 

@@ -1,6 +1,6 @@
 """`meshwright plan JOB`: the fastest layouts that fit, and why the nearest others do not."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +30,10 @@ class Opened:
 
     job: "Job"
     file: "LoadedJob | None"
-    """Its file or recipe; None for a model, of which there is no job yet."""
+    """The text that a plan is written into: its file or recipe, or the start of a job from a model's weights; None for
+    a shape, of which there is no job yet."""
+    exact: bool = False
+    """Whether it is a job as somebody wrote it; else what it does not say is taken as usual."""
     longest: bool = False
     """Whether the model's longest sequence was set, and so is what is asked about."""
 
@@ -55,7 +58,7 @@ def show_search(
     asked = question(
         opened.job,
         cluster,
-        exact=opened.file is not None,
+        exact=opened.exact,
         sequence_length=seq,
         batch_tokens=batch_tokens,
         mtbf_hours=training.mtbf_hours,
@@ -83,20 +86,51 @@ def opened_job(source: str, overrides: list[str]) -> Opened:
     known = source in recipes() or Path(source).exists()
     preset = source if source in model_presets() or known else preset_named(source)
     if preset in model_presets() and not known:
-        return Opened(changed_job(Job(), [f"model.preset={preset}", *chosen]), None, longest)
+        return Opened(changed_job(Job(), [f"model.preset={preset}", *chosen]), None, longest=longest)
+    if (start := _weights_of(source)) is not None:
+        return _from_weights(start, chosen, longest)
     if (model := _foreign_model(source)) is not None:
-        return Opened(changed_job(Job().model_copy(update={"model": model}), chosen), None, longest)
+        return Opened(changed_job(Job().model_copy(update={"model": model}), chosen), None, longest=longest)
     if not (known or source.endswith(".toml")):
         other = "give a job, a Hugging Face folder or config.json, or a name as org/name"
         raise UserError(unknown_model(f"--model {source}", source, other))
     loaded = load_job(source, overrides, trust=True)  # none of its code is run
-    return Opened(loaded.job, loaded)
+    return Opened(loaded.job, loaded, exact=True)
+
+
+def _weights_of(source: str) -> str | None:
+    """What `model.init_from` would be for a folder that holds weights, or for a Hugging Face name; else None."""
+    from meshwright.job import holds_weights, hub_name, is_model_folder
+    from meshwright.job.hub import pinned
+
+    if is_model_folder(source):
+        folder = Path(source).expanduser().absolute()  # the job may be written, and run, elsewhere
+        return str(folder) if holds_weights(folder) else None
+    if source.endswith((".json", ".toml")) or hub_name(source) is None or Path(source).is_dir():
+        return None
+    return pinned(source, f"--model {source}")
+
+
+def _from_weights(start: str, chosen: list[str], longest: bool) -> Opened:
+    """A job that starts from a model's weights.
+
+    Fields of the shape may be planned otherwise; a job with such a contradiction is refused where it is written.
+    """
+    from meshwright.job import Job, LoadedJob, changed_job, folder_of, model_of_folder, toml_value
+    from meshwright.job.init_from import TOKENIZER
+
+    folder = folder_of(start)
+    tokenizer = folder / TOKENIZER
+    its_own = [f"data.tokenizer={toml_value(str(tokenizer))}"] if tokenizer.is_file() else []
+    job = changed_job(Job().model_copy(update={"model": model_of_folder(folder)}), [*its_own, *chosen])
+    job = job.model_copy(update={"model": job.model.model_copy(update={"init_from": start})})
+    text = f"[model]\ninit_from = {toml_value(start)}\n"
+    return Opened(job, LoadedJob(job, start, text, {}), longest=longest)
 
 
 def _foreign_model(source: str) -> Any:
-    """The model of a Hugging Face folder, config.json or name; None for anything else."""
-    from meshwright.job import folder_of, hub_name, is_model_folder, model_of_config, model_of_folder
-    from meshwright.job.hub import pinned
+    """The shape of a Hugging Face config.json, or of a folder without weights; None for anything else."""
+    from meshwright.job import is_model_folder, model_of_config, model_of_folder
     from meshwright.job.reading import json_table, read_settings_text
 
     if source.endswith(".json") and Path(source).name != "job.resolved.json":
@@ -104,8 +138,6 @@ def _foreign_model(source: str) -> Any:
         return model_of_config(json_table(path, read_settings_text(path, remedy), remedy), source)
     if is_model_folder(source):
         return model_of_folder(Path(source).expanduser())
-    if hub_name(source) is not None and not source.endswith(".toml") and not Path(source).is_dir():
-        return model_of_folder(folder_of(pinned(source, f"--model {source}")))
     return None
 
 
@@ -119,18 +151,20 @@ def _written(opened: Opened, found: "Found", overrides: list[str], training: Tra
     if training.tokens is not None:
         run = job.run.model_copy(update={"steps": ceil(training.tokens / job.tokens_per_step)})
         job = job.model_copy(update={"run": run})
-    if opened.file is None:
-        heading = f"planned for {spelled(machines)}: {_line(best)}"
-        return job_text(job.model_copy(update={"cluster": machines}), heading)
-    if moved:
+    if moved or not opened.exact:
         job = job.model_copy(update={"cluster": machines})
+    heading = f"planned for {spelled(machines)}: {_line(best)}"
+    if opened.file is None:
+        return job_text(job, heading)
+    file = opened.file if opened.exact else replace(opened.file, raw=f"# {heading}\n\n{opened.file.raw}")
     changed = [
         f"{section}.{field}"
         for section in _PLANNED
         for field in type(getattr(job, section)).model_fields
         if getattr(getattr(job, section), field) != getattr(getattr(opened.job, section), field)
     ]
-    return planned_text(opened.file, job, dict.fromkeys([*override_fields(overrides), *changed]))
+    chosen = [] if opened.exact else ["batch.micro_batch"]  # which was set before the search
+    return planned_text(file, job, dict.fromkeys([*override_fields(overrides), *chosen, *changed]))
 
 
 def _lines(found: "Found", training: Training) -> list[str]:

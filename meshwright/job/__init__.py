@@ -13,7 +13,7 @@ from meshwright.job.hf_config import (
     model_to_hf_config,
     read_hf_config,
 )
-from meshwright.job.hub import folder_of, hub_name
+from meshwright.job.hub import folder_of, holds_weights, hub_name
 from meshwright.job.init_from import fetch_start, pinned_start, require_base, start_folder
 from meshwright.job.job import Job
 from meshwright.job.load import (
@@ -52,6 +52,7 @@ __all__ = [
     "code_of",
     "fetch_start",
     "folder_of",
+    "holds_weights",
     "hub_name",
     "is_model_folder",
     "job_fields",

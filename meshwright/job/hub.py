@@ -73,6 +73,11 @@ def pinned(text: str, field: str) -> str:
     return str(found)
 
 
+def holds_weights(folder: Path) -> bool:
+    """Whether a folder has files of weights, complete or not, and of a format that is read or not."""
+    return any(file.suffix in (".safetensors", *PICKLES) for file in folder.iterdir())
+
+
 def folder_of(text: str) -> Path:
     """The folder that a text names: itself, or for a pinned name the one in the cache."""
     name = hub_name(text)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from plan_jobs import asked, nodes
 
-from meshwright.job import load_job
+from meshwright.job import Model, load_job, model_preset, model_to_hf_config
 from meshwright.job.edit import edited_text
 from meshwright.plan import search
 
@@ -149,6 +149,42 @@ def test_a_fine_tuning_is_not_pre_trained(tmp_path: Path) -> None:
     found = question(bare, "8xh100", exact=False)
     assert found.job.batch.global_batch == 64 and "fine-tuning" in found.practice
     assert question(start, "8xh100", exact=False).job.batch.global_batch == 8
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    """A Hugging Face folder, as far as it is read before a training."""
+    folder = tmp_path / "weights"
+    folder.mkdir()
+    config = model_to_hf_config(Model(**model_preset("llama-3.2-1b")))
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    for name in ("tokenizer.json", "model.safetensors"):
+        (folder / name).touch()
+    return folder
+
+
+def test_a_folder_of_weights_is_the_start_of_the_job_written(cli: Callable[..., Any], weights: Path) -> None:
+    words = ("plan", "--model", "weights", "--cluster", "1xh100", "--top", "1")
+    data = ("--set", 'data.sources=["texts"]', "--set", "model.adapter.rank=8")
+    made = cli(*words, *data, "--write", "tuned.toml")
+    assert made.code == 0 and "fine-tuning" in made.out
+    table = tomllib.loads(Path("tuned.toml").read_text(encoding="utf-8"))
+    assert table["model"]["init_from"] == str(weights) and table["data"] == {"sources": ["texts"]}
+    job = load_job("tuned.toml").job
+    assert job.model.adapter is not None and job.model.adapter.rank == 8
+    assert (job.model.layers, job.data.tokenizer) == (16, str(weights / "tokenizer.json"))
+
+    other = cli(*words, "--set", "model.layers=4", "--write", "other.toml")
+    assert other.code == 2 and "model.layers = 4 contradicts model.init_from" in other.err
+    assert cli(*words, "--set", "model.layers=4").code == 0, "another shape may be planned"
+
+
+def test_a_folder_without_weights_is_a_shape(cli: Callable[..., Any], weights: Path) -> None:
+    (weights / "model.safetensors").unlink()
+    for source in ("weights", "weights/config.json"):
+        made = cli("plan", "--model", source, "--cluster", "1xh100", "--top", "1", "--write", "shape.toml", "--force")
+        assert made.code == 0 and "as GPT-3" in made.out
+        assert load_job("shape.toml").job.model.init_from is None
 
 
 @pytest.mark.parametrize(
