@@ -85,7 +85,7 @@ def _run(given: dict[str, str], ranks: int, per_rank: bool, folder: Path) -> Non
     (folder / "site.toml").write_text(_toml(profile), encoding="utf-8", errors="surrogatepass")
     job = folder / f"{given.get('job name', 'job')[:80].replace('/', '-')}.toml"
     sets = {"run.folder": str(run), "evaluation.sample_prompt": given.get("prompt", "x")}
-    sets |= {"data.sources": [given["sources"]]} if "sources" in given else {}
+    sets |= {"data.sources": [given.get("sources", "builtin:stdlib")]}
     words = ["--site", "site.toml", "--time", given.get("time", "10"), "--dry-run", "--json"]
     for option in ("account", "partition", "qos", "container", "sbatch"):
         words += [f"--{option}", given[option]] if option in given else []

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from meshwright.api.jobs import JobLike, loaded
 from meshwright.api.runs import Run
 from meshwright.errors import UserError
-from meshwright.job import require_base
+from meshwright.job import require_base, require_data
 
 if TYPE_CHECKING:
     from meshwright.runs.callbacks import Callback
@@ -42,6 +42,7 @@ def train(
 
     given, console = loaded(job), Console(stderr=True, quiet=quiet)
     require_base(given.job)
+    require_data(given.job.data, given.job.run.folder if resume else None)
     listening = Callbacks(_as_callbacks(callbacks))
     steps = None
     if trace is not None:

@@ -1,6 +1,6 @@
 """`meshwright plan JOB`: the fastest layouts that fit, and why the nearest others do not."""
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -154,17 +154,21 @@ def _written(opened: Opened, found: "Found", overrides: list[str], training: Tra
     if moved or not opened.exact:
         job = job.model_copy(update={"cluster": machines})
     heading = f"planned for {spelled(machines)}: {_line(best)}"
+    if "sources" not in job.data.model_fields_set:
+        heading += "\nTo train it, set data.sources to your texts."
     if opened.file is None:
         return job_text(job, heading)
-    file = opened.file if opened.exact else replace(opened.file, raw=f"# {heading}\n\n{opened.file.raw}")
     changed = [
         f"{section}.{field}"
         for section in _PLANNED
         for field in type(getattr(job, section)).model_fields
         if getattr(getattr(job, section), field) != getattr(getattr(opened.job, section), field)
     ]
-    chosen = [] if opened.exact else ["batch.micro_batch"]  # which was set before the search
-    return planned_text(file, job, dict.fromkeys([*override_fields(overrides), *chosen, *changed]))
+    if opened.exact:
+        return planned_text(opened.file, job, dict.fromkeys([*override_fields(overrides), *changed]))
+    chosen = "batch.micro_batch"  # which was set before the search
+    text = planned_text(opened.file, job, dict.fromkeys([*override_fields(overrides), chosen, *changed]))
+    return "".join(f"# {line}\n" for line in heading.splitlines()) + f"\n{text}"
 
 
 def _lines(found: "Found", training: Training) -> list[str]:

@@ -87,7 +87,7 @@ def submit(
     """Submit a job to a cluster (Slurm, Ray, Kubernetes), or continue a run folder; it goes on until its last step."""
     from meshwright.errors import UserError
     from meshwright.hardware import find_site
-    from meshwright.job import load_job, require_base
+    from meshwright.job import load_job, require_base, require_data
     from meshwright.launch.slurm import request_of
 
     given: dict[str, object] = {
@@ -108,6 +108,7 @@ def submit(
         raise UserError(f"--budget {budget:g} is checked by the trials; add --ladder")
     loaded = load_job(job, overrides, trust=trust)
     require_base(loaded.job)
+    require_data(loaded.job.data)
     if on in kubernetes.PLACES:
         asked = kubernetes.Asked(kind, namespace, volume, write, force)
         kubernetes.submit(on, loaded, asked, site, container, signal_before, dry_run, as_json)

@@ -31,11 +31,12 @@ class _Asked:
     nvtx: bool
 
     def load(self) -> "LoadedJob":
-        from meshwright.job import load_job, require_base
+        from meshwright.job import load_job, require_base, require_data
         from meshwright.runs.rehearsed import require_training
 
         loaded = load_job(self.job, self.overrides, trust=self.trust)
         require_base(loaded.job)
+        require_data(loaded.job.data, loaded.job.run.folder if self.resume else None)
         if loaded.job.run.folder is not None:
             require_training(Path(loaded.job.run.folder))  # before what its layout needs
         return loaded

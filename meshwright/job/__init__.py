@@ -2,6 +2,7 @@
 
 from meshwright.job.adapter import Adapter
 from meshwright.job.convert import Converted
+from meshwright.job.data import require_data
 from meshwright.job.from_deepspeed import job_from_deepspeed
 from meshwright.job.from_hf_trainer import job_from_hf_trainer
 from meshwright.job.from_megatron import job_from_megatron
@@ -78,6 +79,7 @@ __all__ = [
     "read_hf_config",
     "recipes",
     "require_base",
+    "require_data",
     "require_trust",
     "start_folder",
     "table_fields",

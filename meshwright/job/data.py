@@ -1,9 +1,11 @@
 """The [data] section: where the text comes from and how it becomes sequences."""
 
+from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
+from meshwright.errors import UserError
 from meshwright.job.fields import MediaField, require_fields
 from meshwright.job.section import Section
 from meshwright.job.tokens import TokenCount
@@ -21,7 +23,8 @@ class Stage(Section):
 
 
 class Data(Section):
-    """The text to train on; by default the Python standard library found on this machine."""
+    """The text to train on, which a training has to name; what only plans, verifies or measures takes Python's standard
+    library where it is not named."""
 
     sources: tuple[str, ...] = Field(default=("builtin:stdlib",), min_length=1)
     """Files, folders or addresses of text, JSONL, CSV, Parquet, Arrow or tar, plain or compressed; folders that `data
@@ -139,3 +142,16 @@ class Data(Section):
             if not all(weight >= 0 for weight in weights) or not any(weights):
                 raise ValueError(f"{name} = {list(weights)} must be 0 or more and not all 0; correct them")
         return self
+
+
+def require_data(data: Data, continued: str | None = None) -> None:
+    """Refuse to train on data that nobody named, unless this is the folder of a run that is continued: it has its
+    own."""
+    if "sources" in data.model_fields_set or (
+        continued is not None and (Path(continued) / "job.resolved.json").is_file()
+    ):
+        return
+    raise UserError(
+        "data.sources is not set; set it to the files, folders or addresses of the texts to train on, as "
+        'data.sources = ["texts"], or to ["builtin:stdlib"] for those of Python\'s standard library'
+    )

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from meshwright.errors import UserError
-from meshwright.job import LoadedJob, code_of, override_values, require_base
+from meshwright.job import LoadedJob, code_of, override_values, require_base, require_data
 from meshwright.launch.ray.connection import NAMESPACE, connect
 from meshwright.launch.ray.dataset import require_same_rows, with_rows, write_rows
 from meshwright.launch.ray.layouts import LAYOUT_FIELDS, gpu_of, layout_fields, require_resources
@@ -42,6 +42,8 @@ def submit(
     ranks = ranks_of(job.layout)
     require_layout(job, ranks)
     require_base(job)
+    if dataset is None:
+        require_data(job.data)
     least = ranks if min_ranks is None else min_ranks
     if least > ranks:
         raise UserError(f"--min-ranks {least} is more than the layout's {ranks} ranks; give at most {ranks}")

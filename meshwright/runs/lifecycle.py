@@ -19,6 +19,7 @@ from meshwright.data.counted import first_conversations
 from meshwright.errors import UserError
 from meshwright.job import Job, LoadedJob
 from meshwright.job.hub import Tell
+from meshwright.job.sanitize import without_secrets
 from meshwright.model import count_parameters
 from meshwright.parallel import World
 from meshwright.runs.callbacks import Callbacks, CallingRecorder
@@ -43,6 +44,8 @@ from meshwright.train import (
 
 OnEnd = Callable[[Path], object]
 _SHOWN_CONVERSATIONS, _SHOWN_TOKENS = 3, 1000
+_NAMED_SOURCES = 3
+"""Sources that the headline names; of more it says how many."""
 
 
 @dataclass(frozen=True)
@@ -197,17 +200,22 @@ def wait_until_written(folder: RunFolder) -> None:
             break
 
 
-def _tokens_told(corpus: Corpus) -> str:
+def _data_told(job: Job, corpus: Corpus) -> str:
+    """How much data there is and where it comes from."""
+    sources = [without_secrets(source) for source in job.data.sources]
+    names = ", ".join(sources[:_NAMED_SOURCES])
+    if (more := len(sources) - _NAMED_SOURCES) > 0:
+        names += f" and {more} more"
     if corpus.flow is not None:
-        return f"text streamed from {corpus.flow.shards} virtual shards"
-    return f"{len(corpus.train):,} training tokens" if corpus.tokenizer else "synthetic tokens"
+        return f"text streamed from {names} in {corpus.flow.shards} virtual shards"
+    return f"{len(corpus.train):,} training tokens of {names}" if corpus.tokenizer else f"synthetic tokens ({names})"
 
 
 def print_headline(job: Job, corpus: Corpus, world: World, folder: RunFolder, console: Console) -> None:
     """One line that says what is trained, on what, and where it is saved."""
     parts: list[Any] = [
         f"{count_parameters(job.model):,} parameters",
-        _tokens_told(corpus),
+        _data_told(job, corpus),
         f"{job.tokens_per_step:,} tokens per step ({job.batch.global_batch} × {job.batch.sequence_length}, "
         f"accumulation {job.accumulation})",
         *_packing(job, corpus),
