@@ -11,7 +11,6 @@ from meshwright.plan.energy import Energy, in_kwh
 from meshwright.plan.error_bars import ErrorBars, error_bars, tie_words, tied
 from meshwright.plan.explain import (
     batch_sequences,
-    fine_tuning_batch,
     layout_words,
     limit,
     simplest,
@@ -86,7 +85,6 @@ __all__ = [
     "enough_machines",
     "error_bars",
     "find_layouts",
-    "fine_tuning_batch",
     "frontier",
     "frontier_words",
     "guessed_rows",

@@ -5,7 +5,8 @@ from itertools import groupby
 from math import log2
 from typing import Any
 
-from meshwright.job import Job
+from meshwright.cost import parameter_count
+from meshwright.job import Job, Model
 from meshwright.plan.error_bars import tied
 from meshwright.plan.predict import Prediction
 from meshwright.plan.search import SAFE, Candidate, Search
@@ -28,27 +29,34 @@ def usual_batch_tokens(parameters: float) -> tuple[int, str]:
 
 
 _FINE_TUNING = 64
-"""Sequences per step of a fine-tuning whose job says nothing: Llama 2-Chat's (arXiv 2307.09288)."""
+"""Sequences per step of a fine-tuning of all weights: Llama 2-Chat's (arXiv 2307.09288)."""
+_ADAPTERS = 16
+"""Sequences per step of adapters: those of QLoRA's Guanaco models, of 7B to 65B (arXiv 2305.14314)."""
 _SMALL_MFU = 0.25
 _SMALL_TOKENS = 8192
 """Tokens of a step per GPU below which a low MFU is the batch's fault."""
 
 
-def fine_tuning_batch() -> tuple[int, str]:
-    """Sequences per step for a model that starts from weights, and the source."""
-    return _FINE_TUNING, f"a batch of {_FINE_TUNING} sequences, as Llama 2's fine-tuning: model.init_from is set"
+def usual_batch(model: Model, sequence: int) -> tuple[int, str]:
+    """Tokens per step that such a model is trained with, from scratch or from weights, and the source."""
+    if model.adapter is not None:
+        where = "QLoRA's Guanaco models (arXiv 2305.14314): model.adapter is set"
+        return _ADAPTERS * sequence, f"a batch of about {_ADAPTERS} sequences, as {where}"
+    if model.init_from is not None:
+        where = "Llama 2's fine-tuning (arXiv 2307.09288): model.init_from is set"
+        return _FINE_TUNING * sequence, f"a batch of about {_FINE_TUNING} sequences, as {where}"
+    usual, where = usual_batch_tokens(parameter_count(model))
+    return sequence * 2 ** round(log2(usual / sequence)), f"a batch of about {usual / 1e6:g}M tokens, as {where}"
 
 
-def batch_sequences(parameters: float, sequence: int, gpus: int, batch_tokens: int | None) -> tuple[int, str]:
+def batch_sequences(model: Model, sequence: int, gpus: int, batch_tokens: int | None) -> tuple[int, str]:
     """Sequences per step that the GPUs, or half of them and so on, share evenly, nearest to the requested tokens.
 
     Without a request it is the usual batch, with its source.
     """
     practice = ""
     if batch_tokens is None:
-        usual, where = usual_batch_tokens(parameters)
-        practice = f"a batch of about {usual / 1e6:g}M tokens, as {where}"
-        batch_tokens = sequence * 2 ** round(log2(usual / sequence))
+        batch_tokens, practice = usual_batch(model, sequence)
     wanted = max(1, round(batch_tokens / sequence))
     odd = gpus // (gpus & -gpus)
     share = odd if practice and odd <= wanted else 1  # by default a batch that three nodes can share

@@ -203,7 +203,7 @@ def _with_sequence(asked: Question, size: int) -> Question:
     job = asked.job
     model = job.model.model_copy(update={"max_sequence_length": max(size, job.model.max_sequence_length)})
     gpus = asked.machines.nodes * asked.machines.gpus_per_node
-    batch, _ = batch_sequences(parameter_count(model), size, gpus, max(size, job.tokens_per_step))
+    batch, _ = batch_sequences(model, size, gpus, max(size, job.tokens_per_step))
     sizes = {"sequence_length": size, "global_batch": batch}
     return replace(asked, job=_resized(job, sizes).model_copy(update={"model": model}))
 

@@ -3,12 +3,11 @@
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from meshwright.cost import parameter_count
 from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.job.devices import Cluster, Layout
 from meshwright.layout import AUTO, resolve_for, with_values
-from meshwright.plan.explain import batch_sequences, fine_tuning_batch, why_not
+from meshwright.plan.explain import batch_sequences, why_not
 from meshwright.plan.machine import spelled, usual_compute
 from meshwright.plan.search import Search, search, what_would_fit
 from meshwright.plan.target import target_of
@@ -78,22 +77,17 @@ def _batch(job: Job, sequence: int, gpus: int, batch_tokens: int | None, *, own:
     """Sequences a step; where they are from if nobody said; and how a request was rounded if it was."""
     if batch_tokens is None and own:
         return job.batch.global_batch, "", ""
-    practice = ""
-    wanted = batch_tokens
-    if batch_tokens is None and job.model.init_from is not None:
-        sequences, practice = fine_tuning_batch()
-        wanted = sequences * sequence
-    if wanted is not None and wanted < sequence:
+    if batch_tokens is not None and batch_tokens < sequence:
         raise UserError(
-            f"--batch-tokens = {wanted} is less than one sequence of {sequence} tokens; give a multiple of {sequence}, "
-            "or a shorter --seq"
+            f"--batch-tokens = {batch_tokens} is less than one sequence of {sequence} tokens; give a multiple of "
+            f"{sequence}, or a shorter --seq"
         )
-    batch, usual = batch_sequences(parameter_count(job.model), sequence, gpus, wanted)
+    batch, practice = batch_sequences(job.model, sequence, gpus, batch_tokens)
     rounded = ""
     if batch_tokens is not None and batch * sequence != batch_tokens:
         shared = f"{batch} sequences, which {gpus} GPUs can share"
         rounded = f"--batch-tokens = {batch_tokens} is taken as {batch * sequence}: {shared}"
-    return batch, usual or practice, rounded
+    return batch, practice, rounded
 
 
 def find_layouts(asked: Question, top: int, allow: Collection[str], called: str = "the model") -> Found:

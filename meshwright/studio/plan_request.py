@@ -124,13 +124,12 @@ def shape_of(model: "Model") -> dict[str, Any]:
 
 def asked(state: dict[str, Any], cluster: "Cluster | None" = None, model: "Model | None" = None) -> Asked:
     """The request for a page's state, or for another cluster or model; a UserError names what is invalid."""
-    from meshwright.cost import parameter_count
     from meshwright.plan import batch_sequences
 
     model, cluster = model or _model(state), cluster or _cluster(state)
     sequence = _number(state, "seq") or min(4096, model.max_sequence_length)
     gpus = cluster.nodes * cluster.gpus_per_node
-    batch, practice = batch_sequences(parameter_count(model), sequence, gpus, _number(state, "batch"))
+    batch, practice = batch_sequences(model, sequence, gpus, _number(state, "batch"))
     return Asked(model, cluster, sequence, batch, practice)
 
 

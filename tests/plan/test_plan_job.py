@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from plan_jobs import asked, nodes
 
-from meshwright.job import Model, load_job, model_preset, model_to_hf_config
+from meshwright.job import Job, Model, changed_job, load_job, model_preset, model_to_hf_config
 from meshwright.job.edit import edited_text
-from meshwright.plan import search
+from meshwright.plan import question, search
 
 OWN = """\
 # Our second try; the first one diverged at step 9000.
@@ -141,14 +141,24 @@ def test_a_preset_takes_what_is_set(cli: Callable[..., Any]) -> None:
 
 
 def test_a_fine_tuning_is_not_pre_trained(tmp_path: Path) -> None:
-    from meshwright.plan import question
-
     job = asked("llama-3-8b", 4096, 8)
     start = job.model_copy(update={"model": job.model.model_copy(update={"init_from": "weights"}), "batch": job.batch})
     bare = start.model_copy(update={"batch": type(job.batch)()})
     found = question(bare, "8xh100", exact=False)
     assert found.job.batch.global_batch == 64 and "fine-tuning" in found.practice
     assert question(start, "8xh100", exact=False).job.batch.global_batch == 8
+
+
+@pytest.mark.parametrize(
+    ("cluster", "sequences"), [("1xrtx-4090", 16), ("8xh100", 16), ("6xh100", 24), ("8x8xh100", 16)]
+)
+def test_adapters_are_not_pre_trained_either(cluster: str, sequences: int) -> None:
+    """A preset's adapters had the millions of tokens of its pre-training; a batch that a recipe's author gave stays."""
+    changes = {"model.adapter": {"rank": 16, "base": "nf4"}}
+    found = question(changed_job(Job(), {"model.preset": "llama-3-8b"} | changes), cluster, exact=False)
+    assert found.job.batch.global_batch == sequences and "about 16 sequences, as QLoRA" in found.practice
+    asked_for = question(found.job, cluster, exact=False, batch_tokens=192 * 4096)
+    assert asked_for.job.batch.global_batch == 192 and asked_for.practice == ""
 
 
 @pytest.fixture
@@ -167,7 +177,7 @@ def test_a_folder_of_weights_is_the_start_of_the_job_written(cli: Callable[..., 
     words = ("plan", "--model", "weights", "--cluster", "1xh100", "--top", "1")
     data = ("--set", 'data.sources=["texts"]', "--set", "model.adapter.rank=8")
     made = cli(*words, *data, "--write", "tuned.toml")
-    assert made.code == 0 and "fine-tuning" in made.out
+    assert made.code == 0 and "as QLoRA" in made.out
     table = tomllib.loads(Path("tuned.toml").read_text(encoding="utf-8"))
     assert table["model"]["init_from"] == str(weights) and table["data"] == {"sources": ["texts"]}
     job = load_job("tuned.toml").job

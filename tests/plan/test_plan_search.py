@@ -103,9 +103,10 @@ def test_an_odd_sequence_is_planned_without_cutting_it() -> None:
 def test_the_usual_batch_is_one_that_the_machines_share(cluster: str) -> None:
     """Nobody asked for it, so it must not be what stands in the way; where they are a power of two, nor is it moved."""
     machines = parse_cluster(cluster)
-    batch, practice = batch_sequences(1.2e9, 4096, machines.nodes * machines.gpus_per_node, None)
+    model = load_job("pretrain-1b").job.model
+    batch, practice = batch_sequences(model, 4096, machines.nodes * machines.gpus_per_node, None)
     assert practice and 128 <= batch <= 512 and search(asked("llama-3.2-1b", 4096, batch), machines, top=1).best
-    assert batch_sequences(1.2e9, 4096, 16, None)[0] == 256
+    assert batch_sequences(model, 4096, 16, None)[0] == 256
 
 
 def test_refusals_say_what_to_do() -> None:
