@@ -33,8 +33,9 @@ from meshwright.plan.memory import RankMemory
 from meshwright.plan.pareto import Choice, choices, frontier, frontier_words
 from meshwright.plan.predict import Prediction, charged, predict, stage_kinds, timeline
 from meshwright.plan.question import Found, Question, find_layouts, question, refusal
+from meshwright.plan.remedies import what_would_fit
 from meshwright.plan.scale import Point, scale, scale_lines
-from meshwright.plan.search import Candidate, Search, order_of, search, what_would_fit
+from meshwright.plan.search import Candidate, Search, order_of, search
 from meshwright.plan.sensitivity import Gain, Sensitivity, sensitivity
 from meshwright.plan.software import MESHWRIGHT, MESHWRIGHT_COMPILED, Software
 from meshwright.plan.space import ALLOWED

@@ -9,7 +9,8 @@ from meshwright.job.devices import Cluster, Layout
 from meshwright.layout import AUTO, resolve_for, with_values
 from meshwright.plan.explain import batch_sequences, why_not
 from meshwright.plan.machine import spelled, usual_compute
-from meshwright.plan.search import Search, search, what_would_fit
+from meshwright.plan.remedies import remedies
+from meshwright.plan.search import Search, search
 from meshwright.plan.target import target_of
 
 
@@ -99,8 +100,8 @@ def find_layouts(asked: Question, top: int, allow: Collection[str], called: str 
 
 
 def refusal(found: Found, called: str) -> UserError:
-    """That no layout fits, why not, and the smallest change with which one would."""
+    """That no layout fits, why not, and the changes with which one would."""
     misses, asked = found.search.misses, found.question
     reason = f" ({why_not(misses[0], found.search)})" if misses else ""
-    remedy = what_would_fit(asked.job, asked.machines) or "more or larger GPUs"
+    remedy = remedies(asked.job, asked.machines, usual_batch=bool(asked.practice))
     return UserError(f"no layout of {called} fits on --cluster = {spelled(asked.machines)}{reason}; give {remedy}")

@@ -295,20 +295,6 @@ def _runs(job: Job, gpus: int) -> bool:
     return why_refused(job, gpus) is None
 
 
-def what_would_fit(job: Job, cluster: Cluster) -> str | None:
-    """The smallest change that makes a job fit: the host's memory, or a multiple of the GPUs."""
-    if anything_fits(job, cluster, frozenset({"offload"})):
-        return "--allow offload, which keeps optimizer states in the host's memory"
-    for times in (2, 4, 8, 16, 32, 64):
-        within_node = min(8, cluster.gpus_per_node * times)
-        larger = _resized(cluster, cluster.nodes * cluster.gpus_per_node * times // within_node, within_node)
-        sequences = max(job.batch.global_batch, within_node * larger.nodes)
-        batch = job.batch.model_copy(update={"global_batch": sequences})
-        if anything_fits(job.model_copy(update={"batch": batch}), larger, frozenset()):
-            return f"--cluster {larger.nodes}x{within_node}x{cluster.gpu}, {times} times the GPUs"
-    return None
-
-
 def anything_fits(job: Job, cluster: Cluster, allow: Collection[str], *, at_once: bool = False) -> bool:
     """Whether one of the layouts that need least fits: sooner known than which is the fastest, and nearly always true
     if a search finds one."""
@@ -326,8 +312,3 @@ def anything_fits(job: Job, cluster: Cluster, allow: Collection[str], *, at_once
         if _device(held) <= room and roomy and _runs(made, machine.gpus):
             return True
     return False
-
-
-def _resized(cluster: Cluster, nodes: int, gpus_per_node: int) -> Cluster:
-    """The same machines in another number."""
-    return cluster.model_copy(update={"nodes": nodes, "gpus_per_node": gpus_per_node})
