@@ -215,16 +215,17 @@ def _layout(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def commands(cluster: "Cluster") -> list[dict[str, str]]:
-    """The next commands to run with a downloaded job.toml."""
-    gpus = cluster.gpus_per_node
-    train = f"meshwright train job.toml --nproc {gpus}" if gpus > 1 else "meshwright train job.toml"
+    """The next commands to run with a downloaded job.toml, which names no data."""
+    gpus, data = cluster.gpus_per_node, """--set 'data.sources=["texts"]'"""
+    train = f"meshwright train job.toml {data}" + (f" --nproc {gpus}" if gpus > 1 else "")
+    submit = f"meshwright submit job.toml {data} --site leonardo"
     rehearse = {"run one rank of each kind on the GPU you have": "meshwright rehearse job.toml --each-stage"}
     lines = {
         "verify that it computes what one process does": "meshwright verify job.toml",
         "see every term of the prediction": "meshwright plan --check job.toml",
         **(rehearse if gpus * cluster.nodes > 1 else {}),
-        **({"train": train} if cluster.nodes == 1 else {}),
-        "submit it to a Slurm site (leonardo, or your own profile)": "meshwright submit job.toml --site leonardo",
+        **({"train it on your texts": train} if cluster.nodes == 1 else {}),
+        "submit it to a Slurm site (leonardo, or your own profile)": submit,
         "save these charts": "meshwright report job.toml --out plan.html",
     }
     return [{"what": what, "command": command} for what, command in lines.items()]

@@ -55,6 +55,7 @@ def test_layouts_and_their_pictures() -> None:
     words = [each["command"] for each in one["commands"]]
     assert {"meshwright plan --check job.toml", "meshwright rehearse job.toml --each-stage"} <= {*words}
     assert "meshwright report job.toml --out plan.html" in words
+    assert """meshwright submit job.toml --set 'data.sources=["texts"]' --site leonardo""" in words
     assert tomllib.loads(one["job"])["cluster"] == {"nodes": 2, "gpus_per_node": 8, "gpu": "rtx-4090"}
     assert "style=" not in one["pictures"]  # the page's policy would not let it act
 
