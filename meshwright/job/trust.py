@@ -11,9 +11,14 @@ def code_of(job: Job) -> dict[str, str]:
         code["model.file"] = f'model.file = "{job.model.file}"'
     if job.data.encoder is not None:
         code["data.encoder"] = f'data.encoder = "{job.data.encoder}"'
-    if job.run.compile is not False and job.data.cache is not None:
+    if _may_compile(job) and job.data.cache is not None:
         code["data.cache"] = f'data.cache = "{job.data.cache}", from which run.compile loads compiled code'
     return code
+
+
+def _may_compile(job: Job) -> bool:
+    """Whether blocks are compiled, or would be on some machine: auto does not on a CPU, but for what needs it."""
+    return job.run.compile is True or (job.run.compile == "auto" and (job.run.device != "cpu" or job.layout.async_tp))
 
 
 def require_trust(job: Job, folder: str, named_elsewhere: frozenset[str] = frozenset()) -> None:

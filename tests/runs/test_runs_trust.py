@@ -93,6 +93,11 @@ def test_compiled_code_in_a_cache_is_code(stranger: Path) -> None:
     with pytest.raises(UserError, match=r'names data\.cache = "sent/cache", from which run\.compile loads'):
         load_job(str(stranger))
     assert load_job(str(stranger), ["run.compile=false"]).from_run
+    on_a_cpu = ["run.compile=auto", "run.device=cpu"]
+    assert load_job(str(stranger), on_a_cpu).from_run, "which is not compiled"
+    for changes in (["run.compile=auto", "run.device=auto"], [*on_a_cpu, "layout.async_tp=true", "layout.tp=2"]):
+        with pytest.raises(UserError, match=r"which is code that would be run"):
+            load_job(str(stranger), changes)
 
 
 def test_a_profile_that_a_run_folder_names_writes_no_script(cli: Any, stranger: Path) -> None:
