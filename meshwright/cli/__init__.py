@@ -28,7 +28,7 @@ from meshwright.cli import (
     tune,
     verify,
 )
-from meshwright.cli.os_errors import refusals_of_the_system, require_text
+from meshwright.cli.os_errors import refusals_of_the_system, require_address_space, require_text, require_utf8
 from meshwright.errors import UserError, print_error
 from meshwright.ranks import is_first_rank
 from meshwright.version import VERSION
@@ -84,6 +84,7 @@ def _options(
     debug: bool = typer.Option(False, "--debug", help="Show tracebacks; works after the command's name too."),
 ) -> None:
     """Both options take effect before any command runs."""
+    require_address_space(context.invoked_subcommand in RUNS_TORCH)
     if context.invoked_subcommand in RUNS_TORCH and is_first_rank():
         from importlib.metadata import version
 
@@ -112,6 +113,7 @@ def main() -> None:
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
     warnings.showwarning = _show_warning
     try:
+        require_utf8()
         require_text(arguments)
         with refusals_of_the_system(arguments):
             app(arguments)

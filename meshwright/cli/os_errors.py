@@ -1,7 +1,12 @@
-"""Errors of the operating system about paths the user gave: too long, unreadable, or not a folder."""
+"""What the operating system refuses: paths the user gave (too long, unreadable, not a folder), memory and threads.
+
+Libraries abort the process where an allocation fails, so a small limit is refused before they are loaded.
+"""
 
 import errno
 import os
+import resource
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +19,29 @@ _THE_MACHINE_S = (*_FULL, *_CLOSED, errno.ENAMETOOLONG, errno.ELOOP)
 """No program can fix these: the user must change a disk, a permission or a path."""
 _OF_A_PATH = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY, errno.EINVAL, errno.ENXIO)
 """A user error if the user gave the path; an internal error if the path is ours."""
+LEAST_ADDRESS_SPACE_GIB, LEAST_ADDRESS_SPACE_OF_TORCH_GIB = 1, 4
+"""`job explain` maps 0.7 GiB and the demo's training 1.6 GiB, on two cores; every further core adds its threads."""
+
+
+def require_utf8() -> None:
+    """Reject a process that would decode file names and print with another encoding."""
+    for encoding in (sys.getfilesystemencoding(), getattr(sys.stdout, "encoding", None)):
+        if encoding is not None and encoding.lower().replace("-", "") != "utf8":
+            raise UserError(
+                f"Python's encoding for files and output is {encoding} here, which cannot write every name and text; "
+                "set PYTHONUTF8=1 and leave PYTHONIOENCODING unset"
+            )
+
+
+def require_address_space(runs_torch: bool) -> None:
+    """Reject a limit of the shell under which the command could not even load its libraries."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    least_gib = LEAST_ADDRESS_SPACE_OF_TORCH_GIB if runs_torch else LEAST_ADDRESS_SPACE_GIB
+    if limit != resource.RLIM_INFINITY and limit < least_gib * 2**30:
+        raise UserError(
+            f"ulimit -v = {limit // 1024} allows {limit / 2**30:.1f} GiB of address space, and the libraries of this "
+            f"command may abort with less than {least_gib} GiB; raise it, or set ulimit -v unlimited"
+        )
 
 
 def require_text(arguments: Sequence[str]) -> None:
@@ -25,9 +53,21 @@ def require_text(arguments: Sequence[str]) -> None:
 
 @contextmanager
 def refusals_of_the_system(arguments: Sequence[str]) -> Iterator[None]:
-    """Turn an OS error about a path that the user gave into one sentence; any other is an internal error."""
+    """Turn an OS error about a path that the user gave, and a lack of memory or threads, into one sentence; any other
+    is an internal error."""
     try:
         yield
+    except MemoryError as error:
+        raise _no_memory(str(error)) from error
+    except RuntimeError as error:
+        text = str(error)
+        if "DefaultCPUAllocator: can't allocate memory" in text:  # torch's own; on a GPU it has a class
+            raise _no_memory(text.partition("memory: ")[2]) from error
+        if "can't start new thread" not in text:
+            raise
+        raise UserError(
+            "this process can start no further thread; raise ulimit -u and the limit of processes of the container"
+        ) from error
     except OSError as error:
         if error.filename is None and error.errno not in _FULL:
             raise
@@ -36,6 +76,12 @@ def refusals_of_the_system(arguments: Sequence[str]) -> Iterator[None]:
             remedy = _REMEDIES.get(error.errno, "give another path")
             raise UserError(f"{_shown(name)}: {error.strerror}; {remedy}") from error
         raise
+
+
+def _no_memory(detail: str) -> UserError:
+    detail = f" ({detail})" if detail else ""
+    remedy = "choose a smaller job, end other programs, or raise ulimit -v and the limit of the container"
+    return UserError(f"this process can get no more memory{detail}; {remedy}")
 
 
 def _given(path: str, arguments: Sequence[str]) -> bool:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 
 def listing(folder: Path) -> set[str]:
@@ -152,7 +153,7 @@ def test_a_path_in_the_way_and_one_that_may_not_be_read(cli, tmp_path: Path, mon
     assert "internal error" in broken(cli, monkeypatch, OSError(9, "Bad file descriptor"))
 
 
-def broken(cli, monkeypatch, error: OSError) -> str:
+def broken(cli, monkeypatch, error: Exception) -> str:
     """What `status a` says where the system answers with an error."""
     import meshwright.launch.slurm as slurm
 
@@ -161,6 +162,49 @@ def broken(cli, monkeypatch, error: OSError) -> str:
 
     monkeypatch.setattr(slurm, "status_of", fail)
     return cli("status", "a").err
+
+
+def test_a_lack_of_memory_or_threads_is_a_sentence(cli, monkeypatch) -> None:
+    told = broken(cli, monkeypatch, MemoryError("Unable to allocate 9 TiB"))
+    assert told.startswith("meshwright: this process can get no more memory (Unable to allocate 9 TiB); choose")
+    with pytest.raises(RuntimeError) as refused:
+        torch.empty(1 << 50)
+    told = broken(cli, monkeypatch, refused.value)
+    assert "no more memory (you tried to allocate 4503599627370496 bytes" in told and "internal error" not in told
+    assert "can start no further thread; raise ulimit -u" in broken(
+        cli, monkeypatch, RuntimeError("can't start new thread")
+    )
+    assert "internal error" in broken(cli, monkeypatch, RuntimeError("can't go on"))
+
+
+@pytest.mark.parametrize(
+    ("command", "limit_kib", "least"),
+    [(["train", "demo"], 2_000_000, "4 GiB"), (["job", "explain", "demo"], 500_000, "1 GiB")],
+)
+def test_a_small_address_space_is_refused_before_a_library_aborts(
+    tmp_path: Path, command: list[str], limit_kib: int, least: str
+) -> None:
+    program = f'ulimit -v {limit_kib} && exec "$0" -m meshwright "$@"'
+    ended = subprocess.run(
+        ["sh", "-c", program, sys.executable, *command], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert ended.returncode == 2 and f"ulimit -v = {limit_kib} allows" in ended.stderr and least in ended.stderr
+    assert len(ended.stderr.splitlines()) == 1 and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("encoding", "variables"),
+    [
+        ("ascii", {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}),
+        ("iso8859-1", {"PYTHONIOENCODING": "latin1", "PYTHONUTF8": "1"}),
+    ],
+)
+def test_an_encoding_other_than_utf_8_is_refused(tmp_path: Path, encoding: str, variables: dict[str, str]) -> None:
+    (tmp_path / "jöb.toml").write_text('[model]\npreset = "tiny-llama"\n')
+    command = [sys.executable, "-m", "meshwright", "job", "explain", "jöb.toml"]
+    refused = subprocess.run(command, cwd=tmp_path, env=os.environ | variables, capture_output=True, text=True)
+    assert refused.returncode == 2 and len(refused.stderr.splitlines()) == 1
+    assert f"encoding for files and output is {encoding} here" in refused.stderr and "PYTHONUTF8=1" in refused.stderr
 
 
 def test_a_stranger_s_key_does_not_command_the_terminal(cli, tmp_path: Path) -> None:
