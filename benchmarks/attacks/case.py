@@ -36,11 +36,13 @@ class Family:
     name: str
     draw: Callable[[random.Random], Iterator[Case]]
     weight: float = 1.0
+    unavailable: Callable[[], str | None] = lambda: None
+    """Why it cannot run on this machine; None if it can."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a case: refused, survived, internal error, hang, memory or lost steps; and why."""
+    """The outcome of a case: refused, survived, internal error, hang, memory, lost steps or not run; and why."""
 
     case: str
     verdict: str
@@ -76,6 +78,8 @@ def command(*arguments: str, accept: tuple[int, ...] = (0, 1, 85)) -> str:
     finally:
         sys.argv = before
     said = err.getvalue()
+    if "can get no more memory" in said:
+        raise MemoryError(said)
     if "internal error" in said or "Traceback" in said or (code not in accept and code != 2):
         raise InternalError(f"exit {code}: {said[-2000:]}")
     if code == 2:

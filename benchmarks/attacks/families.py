@@ -1,6 +1,7 @@
 """All families of the attack, in the order of the table."""
 
 from attacks.archives import ARCHIVES
+from attacks.backups import BACKUPS
 from attacks.case import Family
 from attacks.chat_templates import CHAT_TEMPLATES
 from attacks.checkpoint_files import CHECKPOINT_FILES
@@ -35,4 +36,5 @@ FAMILIES: list[Family] = [
     SERVER_REQUESTS,
     KILLS,
     FULL_DISK,
+    BACKUPS,
 ]

@@ -19,6 +19,8 @@ SHORT = 12
 def test_nothing_breaks(family: Family) -> None:
     outcomes = attack.attack([family], seed=1, cases=SHORT)[family.name]
     assert len(outcomes) == SHORT
+    if (reason := family.unavailable()) is not None:
+        pytest.skip(reason)
     assert [outcome for outcome in outcomes if outcome.verdict in attack.BROKEN] == []
 
 
@@ -49,3 +51,18 @@ def test_a_seed_draws_the_same_cases_again() -> None:
     for family in FAMILIES:
         first, again = ([case.name for case in attack.cases_of(family, 3, 20)] for _ in range(2))
         assert first == again
+
+
+def test_a_family_that_cannot_run_here_is_counted_as_not_run(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    def draw(chance):
+        raise AssertionError("a case was drawn")
+
+    families = [Family("stores", draw, unavailable=lambda: "no store is installed (pip install it)")]
+    monkeypatch.setattr(attack, "FAMILIES", families)
+    monkeypatch.setattr(sys, "argv", ["attack.py", "--cases", "7"])
+    with pytest.raises(SystemExit) as ended:
+        attack.main()
+    told = capsys.readouterr().out.splitlines()
+    assert not ended.value.code
+    assert "stores: 7 cases were not run: no store is installed (pip install it)" in told
+    assert told[1].split() == ["stores", "7", *["0"] * 6, "7", "0"]  # refused, survived, four kinds of broken
