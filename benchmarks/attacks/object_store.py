@@ -33,7 +33,7 @@ IDENTITIES = {
         }
     ]
 }
-READY_S = 90.0
+READY_S, STARTS = 60.0, 3
 
 FAULTS = ("none", "slow", "500", "503", "truncated", "reset", "silent", "killed", "stopped")
 
@@ -71,7 +71,7 @@ class ObjectStore:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._ports = _free_ports(8)
+        self._ports: list[int] = []
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -89,6 +89,17 @@ class ObjectStore:
         """Start it, and wait until it takes objects and returns them."""
         self._folder.mkdir(exist_ok=True)
         (self._folder / "identities.json").write_text(json.dumps(IDENTITIES))
+        for _ in range(STARTS):
+            self._launch()
+            if self._becomes_ready():
+                return
+            assert self._process is not None
+            self._process.kill()
+            self._process.wait()
+        raise RuntimeError(f"the object store does not start: {(self._folder / 'log').read_text()[-2000:]}")
+
+    def _launch(self) -> None:
+        self._ports = _free_ports(8)  # another program may have taken those of the last attempt
         names = ["s3.port", "s3.port.grpc", "filer.port", "filer.port.grpc"]
         names += ["volume.port", "volume.port.grpc", "master.port", "master.port.grpc"]
         words = [f"-{name}={port}" for name, port in zip(names, self._ports, strict=True)]
@@ -99,7 +110,6 @@ class ObjectStore:
         assert program is not None
         with (self._folder / "log").open("ab") as log:
             self._process = subprocess.Popen([program, "server", *words], stdout=log, stderr=log)
-        self._await_ready()
 
     def recover(self) -> None:
         """Undo what a fault did to the process."""
@@ -108,7 +118,8 @@ class ObjectStore:
             self.start()
         else:
             os.kill(self.process, signal.SIGCONT)
-            self._await_ready()
+            if not self._becomes_ready():
+                raise RuntimeError("the object store does not answer again")
 
     def objects(self) -> dict[str, bytes]:
         """Everything in the bucket, read without any code of Meshwright."""
@@ -118,22 +129,22 @@ class ObjectStore:
                 found[entry["Key"]] = client.get_object(Bucket=BUCKET, Key=entry["Key"])["Body"].read()
         return found
 
-    def _await_ready(self) -> None:
+    def _becomes_ready(self) -> bool:
         from botocore.exceptions import BotoCoreError, ClientError
 
+        assert self._process is not None
         until = time.monotonic() + READY_S
-        while True:
+        while time.monotonic() < until and self._process.poll() is None:
             client = self._client()
             try:
                 if BUCKET not in [bucket["Name"] for bucket in client.list_buckets()["Buckets"]]:
                     client.create_bucket(Bucket=BUCKET)
                 client.put_object(Bucket=BUCKET, Key="ready", Body=b"yes")
                 self.objects()
-                return
+                return True
             except (BotoCoreError, ClientError):
-                if time.monotonic() > until:
-                    raise
-            time.sleep(0.2)
+                time.sleep(0.2)
+        return False
 
     def _client(self) -> Any:
         import boto3
