@@ -23,6 +23,7 @@ from meshwright.checkpoint import (
     remove,
     surplus,
 )
+from meshwright.checkpoint.reading import RECORD_BYTES
 from meshwright.checkpoint.records import Manifest
 from meshwright.checkpoint.shares import seal_of
 from meshwright.checkpoint.tensorfile import hash_file
@@ -235,6 +236,16 @@ def test_what_is_no_plain_file_is_damage_and_not_waited_for(
     make(path / name)
     assert [type(found) for found in checkpoints(tmp_path)] == [Damaged, Checkpoint]
     assert newest_weights(tmp_path).facts.step == 1
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "index.json"])
+def test_a_record_without_end_is_damage(tmp_path: Path, name: str) -> None:
+    path = save_model(tmp_path, 1, tiny(1))
+    os.truncate(path / name, RECORD_BYTES + 1)  # a hole
+    if name == "index.json":
+        forge(path, name)
+    with pytest.raises(Damaged, match=f"{name} .*more than {RECORD_BYTES:,} bytes"):
+        Checkpoint.open(path)
 
 
 @pytest.mark.parametrize("job", ["[]", '{"layout": 3}', "[" * 3000, '{"run": {"steps": ' + "9" * 400 + "}}"])

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from meshwright.cli.output import print_written
+
 
 def listing(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*")}
@@ -212,6 +214,13 @@ def test_a_stranger_s_key_does_not_command_the_terminal(cli, tmp_path: Path) -> 
     result = cli("job", "explain", "keys.toml")
     assert result.code == 2 and "\N{REPLACEMENT CHARACTER}[31mred\N{REPLACEMENT CHARACTER} is not a known" in result.err
     assert not {"\x1b", "\x07", "\x9b"} & set(result.err)
+
+
+def test_what_a_model_writes_does_not_command_the_terminal(monkeypatch, capsys) -> None:
+    for is_terminal, shown in ((True, "a\ufffd[2J\n"), (False, "a\x1b[2J\n")):
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal, raising=False)  # noqa: B023
+        print_written("a\x1b[2J")
+        assert capsys.readouterr().out == shown
 
 
 def test_an_error_that_cannot_be_printed_keeps_its_exit_code(tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ import pytest
 
 from meshwright.data import prepare
 from meshwright.data.chat import ChatTemplate
+from meshwright.data.limits import READER_BYTES, bound_memory
+from meshwright.data.prepared import workers
 from meshwright.data.raw import Bad, Taking, Text, list_inputs, plan_units, read_unit
 from meshwright.errors import UserError
 from meshwright.job.data import Data
@@ -205,6 +207,26 @@ def test_a_dictionary_that_stands_for_gigabytes_is_refused(tmp_path: Path, kind:
             read += 1
     assert 0 < read < 100
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 400 * 1024
+
+
+def test_workers_that_prepare_data_have_bounded_memory(tmp_path: Path, monkeypatch) -> None:
+    """The processes are forks, which have the replaced function; this one is not bounded."""
+    marker, ours = tmp_path / "bounded", os.getpid()
+
+    def bound() -> None:
+        assert os.getpid() != ours
+        bound_memory(1024 * MIB)
+        try:
+            bytearray(2048 * MIB)
+        except MemoryError:
+            marker.touch()
+
+    monkeypatch.setattr(workers, "bound_memory", bound)
+    (tmp_path / "a.txt.gz").write_bytes(
+        gzip.compress(b"a text of a few words " * 20)
+    )  # small plain text needs no worker
+    prepared(tmp_path / "a.txt.gz")
+    assert marker.exists() and bound_memory.__defaults__ == (READER_BYTES,)
 
 
 # ---- what lies in a folder ----

@@ -11,6 +11,7 @@ from meshwright.data.media import container
 from meshwright.data.media.chance import Chance
 from meshwright.data.media.damage import DAMAGED, TOO_SLOW, UNKNOWN, Damaged
 from meshwright.data.media.film import check_film, frames_of
+from meshwright.data.media.pictures import check_picture
 from meshwright.data.media.sound import count_windows, windows_of
 from meshwright.job.fields import MediaField
 
@@ -35,6 +36,17 @@ def test_other_formats_are_not_opened(tmp_path, monkeypatch, name, check, kind):
     (tmp_path / "private.wav").write_bytes(tone(440))
     with pytest.raises(Damaged, match="in a known format; those are AAC, AVI, FLAC") as caught:
         check(LISTS[name], kind)
+    assert caught.value.kind == UNKNOWN
+
+
+@pytest.mark.parametrize("form", ["TIFF", "ICO", "PPM", "PDF", "EPS"])
+def test_pictures_of_other_formats_are_not_opened(form):
+    from PIL import Image
+
+    stream = io.BytesIO()
+    Image.new("RGB", (16, 16)).save(stream, form)
+    with pytest.raises(Damaged) as caught:
+        check_picture(stream.getvalue(), MediaField(kind="image", size=16, tokens=1), True)
     assert caught.value.kind == UNKNOWN
 
 

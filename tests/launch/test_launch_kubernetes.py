@@ -116,6 +116,14 @@ def test_a_misspelled_field_anywhere_is_found(site: str, kind: str) -> None:
         assert errors_of(changed) == []
 
 
+@pytest.mark.parametrize("kind", ["jobset", "pytorchjob"])
+def test_ranks_start_without_a_shell_and_nothing_of_a_job_is_replaced(site: str, kind: str) -> None:
+    _, document = made(site, kind, overrides=[*TWO_NODES, "run.folder=runs/$(HOME)/`id`/run"])
+    words = templates(document)[-1]["spec"]["containers"][0]["command"]
+    assert words[:5] == ["python", "-P", "-m", "meshwright", "train"]
+    assert "run.folder=/mnt/meshwright/runs/$$(HOME)/`id`/run" in words
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_the_pods_with_ranks_have(site: str, kind: str) -> None:
     config, document = made(site, kind, grace_s=450)

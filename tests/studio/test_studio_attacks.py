@@ -3,6 +3,7 @@
 import http.client
 import json
 import os
+import shutil
 import socket
 import threading
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import pytest
 from studio_runs import make_run
 
 from meshwright.errors import UserError
+from meshwright.runs import RunFolder
 from meshwright.studio import Studio
 
 NASTY = "<img src=x onerror=alert(1)><script>alert(2)</script>"
@@ -297,3 +299,20 @@ def test_by_default_only_this_machine_is_served(place: Studio) -> None:
     with socket.create_connection(("127.0.0.1", place.guard.port)) as silent:  # one that says nothing holds nobody up
         assert ask(place, "/api/runs")[0] == 200
         silent.close()
+
+
+def test_no_code_of_a_run_folder_runs(tmp_path: Path) -> None:
+    job = {"run": {"steps": 3}, "model": {"file": "own.py"}, "data": {"encoder": "own.py:Encoder"}}
+    run = RunFolder.create(tmp_path / "sent", "", job, ["meshwright"])
+    run.event("start", device="CPU", ranks=1, attempt=0, step=0)
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'owned')!r}, 'w')")
+    shutil.copy(tmp_path / "own.py", run.path / "own.py")
+    server = Studio(tmp_path)
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+    try:
+        for path in ("/", "/api/runs", "/api/run?run=sent", "/api/curves?run=sent"):
+            assert ask(server, path)[0] == 200
+    finally:
+        server.shutdown()
+        server.close()
+    assert not (tmp_path / "owned").exists()
