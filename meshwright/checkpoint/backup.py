@@ -67,7 +67,7 @@ def _backups(run: Path, store: Store) -> list[Backup]:
     with refused_in_a_sentence(store.target, "read"):
         for place in store.entries(_folder(store, run)):
             if step := _STEP.fullmatch(place.rpartition("/")[2]):
-                complete = store.ask(lambda system: system.exists(f"{place}/{MANIFEST}"))  # noqa: B023
+                complete = store.retry(lambda system: system.exists(f"{place}/{MANIFEST}"))  # noqa: B023
                 found.append(Backup(int(step[1]), place, bool(complete)))
     return sorted(found, key=lambda one: -one.step)
 

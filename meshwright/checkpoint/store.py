@@ -68,7 +68,7 @@ class Store:
     def entries(self, folder: str) -> list[str]:
         """The paths in a folder."""
         try:
-            listed = self.ask(lambda system: system.ls(folder, detail=False))
+            listed = self.retry(lambda system: system.ls(folder, detail=False))
         except FileNotFoundError:
             return []
         return [str(path).rstrip("/") for path in listed]

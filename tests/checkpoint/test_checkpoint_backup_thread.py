@@ -134,6 +134,23 @@ def test_a_truncated_read_is_repeated_and_costs_no_step(tmp_path: Path, monkeypa
     assert restored is not None and restored.facts.step == 2 and passed_over == [] and cut == []
 
 
+@pytest.mark.parametrize("method", ["ls", "exists"])
+def test_a_listing_that_fails_once_is_repeated_before_a_resume_is_refused(tmp_path: Path, monkeypatch, method) -> None:
+    run, store, failures = tmp_path / "run", f"memory://{method}-{tmp_path.name}", [ConnectionResetError("gone")]
+    make_saver(run, backup_to=store).finish(1, lambda: state_of(tiny(1), 1))
+    shutil.rmtree(run)
+    answer = getattr(MemoryFileSystem, method)
+
+    def failing(self, path, **more):
+        if failures:
+            raise failures.pop()
+        return answer(self, path, **more)
+
+    monkeypatch.setattr(MemoryFileSystem, method, failing)
+    restored, passed_over = restore(run, store)
+    assert restored is not None and restored.facts.step == 1 and passed_over == [] and failures == []
+
+
 def test_a_copy_that_stays_the_same_is_not_sent_again(tmp_path: Path, monkeypatch) -> None:
     run, store, told, sent = tmp_path / "run", f"memory://same-{tmp_path.name}", Reports(), []
     make_saver(run, backup_to=store).finish(1, lambda: state_of(tiny(1), 1))
