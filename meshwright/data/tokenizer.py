@@ -1,10 +1,11 @@
 """Text to tokens and back: a thin face over a byte-level BPE, trained here or given as a tokenizer.json."""
 
 import hashlib
-import json
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,18 @@ from numpy.typing import NDArray
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from meshwright.data.files import read_text
+from meshwright.data.tokenizer_limits import (
+    Growth,
+    Settings,
+    bounded_call,
+    checked_call,
+    first_line,
+    growth_of,
+    is_failure,
+    read_settings,
+    require_bounded_text,
+    total_bytes,
+)
 from meshwright.errors import UserError
 
 END_OF_TEXT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
@@ -27,6 +40,7 @@ _CONTROL = re.compile(r"<\|.*\|>|<(?:s|bos|eos|pad|unk|mask|sep|cls)>|</s>", re.
 """Names that are for control alone, whatever a tokenizer's file says of them."""
 _SLICE = 4096
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+_CUTTING_PASSES = 8
 
 # The library's thread pool does not survive a fork: a child that used it would hang, and the library warns of every
 # fork while this is not set. A user's own setting stands, except in a fork; and a process that inherits ours from the
@@ -51,8 +65,10 @@ def _note_threads() -> None:
 class Tokenizer:
     """Encodes documents (names of special tokens in them are text too) and prompts, and decodes tokens."""
 
-    def __init__(self, inner: tokenizers.Tokenizer, end_of_text: int) -> None:
+    def __init__(self, inner: tokenizers.Tokenizer, end_of_text: int, growth: Growth | None = None) -> None:
+        """`growth` is that of a stranger's normalizers; a tokenizer made here has none."""
         self._inner = inner
+        self._growth = growth
         self._inner.no_truncation()
         self._inner.no_padding()
         # Otherwise a document that mentions <|endoftext|> would end there.
@@ -70,16 +86,16 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """The tokens of one text, without an end of text."""
-        ids: list[int] = self._inner.encode(text, add_special_tokens=False).ids
-        return ids if self._control.keys().isdisjoint(ids) else self._without_control(text)
+        return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The tokens of each text, all processor cores at work."""
-        _note_threads()
-        found = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
+        self._require_bounded(texts)
+        encode = self._inner.encode_batch_fast
+        encodings = self._call(lambda: encode(list(texts), add_special_tokens=False), texts)
         return [
             ids if self._control.keys().isdisjoint(ids := encoding.ids) else self._without_control(text)
-            for text, encoding in zip(texts, found, strict=True)
+            for text, encoding in zip(texts, encodings, strict=True)
         ]
 
     def _control_tokens(self) -> dict[int, str]:
@@ -96,38 +112,97 @@ class Tokenizer:
         return found | ({} if name is None else {self.end_of_text: name})
 
     def _without_control(self, text: str) -> list[int]:
-        """The tokens of a text that holds names of control tokens: each name is parted, so that it is text too."""
+        """The tokens of a text that holds names of control tokens, or what normalizers make such names of: each is
+        parted, so that it is text too."""
         names = "|".join(re.escape(name) for name in sorted(self.control_names, key=len, reverse=True))
         cuts = [match.start() + 1 for match in re.finditer(names, text)]
-        parts = [text[start:stop] for start, stop in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-        found = [encoding.ids for encoding in self._inner.encode_batch_fast(parts, add_special_tokens=False)]
-        ids = [token for part in found for token in part]
-        if not self._control.keys().isdisjoint(ids):
-            name = next(self._control[token] for token in ids if token in self._control)
-            raise UserError(
-                f"the tokenizer makes its control token {name!r} out of the text {text[:80]!r}, which then cannot be "
-                "distinguished from the token itself; use a tokenizer that does not"
-            )
-        return ids
+        pieces = self._in_pieces(self._inner, text, cuts, lambda token, source: token in self._control)
+        return [token for _, encoding in pieces for token in encoding.ids]
+
+    def _in_pieces(
+        self, reader: tokenizers.Tokenizer, text: str, cuts: Iterable[int], is_faked: Callable[[int, str], bool]
+    ) -> list[tuple[int, tokenizers.Encoding]]:
+        """A text encoded in pieces, with the first character of each: what becomes a token that `is_faked` says it
+        may not, by the token and its text, is cut behind its first character."""
+        bounds = sorted({0, len(text), *cuts})
+        for _ in range(_CUTTING_PASSES):
+            pieces = [text[start:stop] for start, stop in pairwise(bounds)]
+            encode = partial(reader.encode_batch, pieces, add_special_tokens=False)
+            encodings = list(zip(bounds, self._call(encode, [text]), strict=False))
+            faked = [
+                (token, start + first, start + stop)
+                for start, encoding in encodings
+                for token, (first, stop) in zip(encoding.ids, encoding.offsets, strict=True)
+                if token in self._control and is_faked(token, text[start + first : start + stop])
+            ]
+            if not faked:
+                return encodings
+            # Of what comes from one character, it is the text beside it that a cut can take away.
+            cuts = {cut for _, start, stop in faked for cut in ([start + 1] if stop - start > 1 else [start, stop])}
+            if cuts.issubset(bounds):
+                break
+            bounds = sorted(cuts.union(bounds))
+        name = self._control[faked[0][0]]
+        raise UserError(
+            f"the tokenizer makes its control token {name!r} out of the text {text[:80]!r}, which then cannot be "
+            "distinguished from the token itself; use a tokenizer that does not"
+        )
 
     def encode_marked(self, texts: Sequence[str], marks: Sequence[Spans]) -> list[tuple[list[int], list[bool]]]:
         """The tokens of each text, names of special tokens taken as such, and whether each has a marked part."""
-        reader = self._reader_of_names()
-        _note_threads()
-        found = reader.encode_batch(list(texts), add_special_tokens=False)
-        return [(encoding.ids, _within(encoding.offsets, spans)) for encoding, spans in zip(found, marks, strict=True)]
+        return [
+            (ids, _within(offsets, spans))
+            for (ids, offsets), spans in zip(self._encode_named(texts), marks, strict=True)
+        ]
 
     def encode_rendered(self, text: str) -> list[int]:
         """The tokens of what a chat template wrote: names of special tokens are the tokens, and nothing is added."""
-        ids: list[int] = self._reader_of_names().encode(text, add_special_tokens=False).ids
-        return ids
+        return self._encode_named([text])[0][0]
+
+    def _encode_named(self, texts: Sequence[str]) -> list[tuple[list[int], Spans]]:
+        """The tokens of each text and their characters, where control tokens come from nothing but their names: no
+        message holds those, and what normalizers make of `<|IM_END|>` is not the end of one."""
+        self._require_bounded(texts)
+        reader = self._reader_of_names()
+        encodings = self._call(lambda: reader.encode_batch(list(texts), add_special_tokens=False), texts)
+        named = list[tuple[list[int], Spans]]()
+        for text, encoding in zip(texts, encodings, strict=True):
+            ids, offsets = encoding.ids, encoding.offsets
+            if any(
+                token in self._control and self._is_not_its_name(token, text[start:stop])
+                for token, (start, stop) in zip(ids, offsets, strict=True)
+            ):
+                pieces = self._in_pieces(reader, text, (), self._is_not_its_name)
+                ids = [token for _, piece in pieces for token in piece.ids]
+                offsets = [(first + start, first + stop) for first, piece in pieces for start, stop in piece.offsets]
+            named.append((ids, offsets))
+        return named
+
+    def _is_not_its_name(self, token: int, source: str) -> bool:
+        # Some special tokens take the white space beside them.
+        return source.strip() != self._control[token].strip()
 
     def encode_prompt(self, text: str) -> list[int]:
         """The tokens of a text to continue, as transformers encodes it: names of special tokens are the tokens, and the
         beginning that some tokenizers add is there once, even if the text has it."""
         ids = self.encode_rendered(text)
-        whole: list[int] = self._reader_of_names().encode(text, add_special_tokens=True).ids
-        return ids if ids[:1] == whole[:1] else whole
+        reader = self._reader_of_names()
+        encode = partial(reader.encode_batch, [text], add_special_tokens=True)
+        with_beginning: list[int] = self._call(encode, [text])[0].ids
+        return ids if ids[:1] == with_beginning[:1] else with_beginning
+
+    def _call(self, encode: Callable[[], list[tokenizers.Encoding]], texts: Sequence[str]) -> list[tokenizers.Encoding]:
+        """The encodings of texts, with a time limit where the tokenizer may be a stranger's."""
+        _note_threads()
+        sample = texts[0] if texts else ""
+        if self._growth is None:
+            return checked_call(encode, sample)
+        return bounded_call(encode, total_bytes(texts), sample)
+
+    def _require_bounded(self, texts: Sequence[str]) -> None:
+        if self._growth is not None:
+            for text in texts:
+                require_bounded_text(self._inner, self._growth, text)
 
     def token_named(self, name: str) -> int | None:
         """The token with a name; None where there is none."""
@@ -146,8 +221,11 @@ class Tokenizer:
 
     def decode(self, tokens: Sequence[int], *, names: bool = True) -> str:
         """The text of the tokens, special ones by name or not at all."""
-        text: str = self._inner.decode(list(tokens), skip_special_tokens=not names)
-        return text
+        # In a batch of one, since the library keeps Python's lock for a text alone.
+        decode = partial(self._inner.decode_batch, [list(tokens)], skip_special_tokens=not names)
+        if self._growth is None or not self._growth.decoder_searches:
+            return str(checked_call(decode, "tokens")[0])
+        return str(bounded_call(decode, len(tokens), "tokens")[0])
 
     def byte_lengths(self) -> NDArray[np.int64]:
         """How many bytes of text every token stands for; special tokens stand for none."""
@@ -227,37 +305,34 @@ def load_tokenizer(path: Path, named: str | None = None) -> Tokenizer:
     """Read a tokenizer.json and find its end of text; errors speak of data.tokenizer unless it was named otherwise."""
     named = named or f"data.tokenizer = {path}"
     try:
-        text = read_text(path)
+        settings = read_settings(text := read_text(path))
         inner = tokenizers.Tokenizer.from_str(text)
+        growth = growth_of(inner)
     except IsADirectoryError as error:
         raise UserError(f"{named} is a folder; name the tokenizer.json itself") from error
     except OSError as error:
         raise UserError(
             f"{named} cannot be read ({error.strerror}); correct the path, or leave it out to train one"
         ) from error
-    except Exception as error:  # the library raises plain Exception
-        raise UserError(
-            f"{named} is not a working tokenizer.json ({error}); save it again from where it came, "
-            "or leave it out to train one"
-        ) from error
-    except BaseException as error:  # what its Rust code could not bear is no Exception
-        if type(error).__name__ != "PanicException":
+    except BaseException as error:
+        if not is_failure(error):
             raise
         raise UserError(
-            f"{named} is not a working tokenizer.json ({error}); save it again from where it came"
+            f"{named} is not a working tokenizer.json ({first_line(error)}); save it again from where it came, "
+            "or leave it out to train one"
         ) from error
-    _require_likely_tokens(inner, text, named)
+    _require_likely_tokens(inner, settings, named)
     for name in END_OF_TEXT_NAMES:
         token = inner.token_to_id(name)
         if token is not None:
-            return Tokenizer(inner, token)
+            return Tokenizer(inner, token, growth)
     raise UserError(
         f"{named} has no end-of-text token (looked for {', '.join(END_OF_TEXT_NAMES)}); "
         "add one of these to its added_tokens"
     )
 
 
-def _require_likely_tokens(inner: tokenizers.Tokenizer, text: str, named: str) -> None:
+def _require_likely_tokens(inner: tokenizers.Tokenizer, settings: Settings, named: str) -> None:
     """Refuse identifiers that no table could hold, and added tokens that the library silently gives other ones."""
     largest = max(inner.get_vocab(with_added_tokens=True).values(), default=0)
     if largest >= LARGEST_VOCABULARY:
@@ -265,7 +340,7 @@ def _require_likely_tokens(inner: tokenizers.Tokenizer, text: str, named: str) -
             f"{named} has a token with the identifier {largest}, beyond the {LARGEST_VOCABULARY} a vocabulary may "
             "have; save it again from where it came"
         )
-    for entry in json.loads(text).get("added_tokens") or []:
+    for entry in settings.get("added_tokens") or []:
         if inner.token_to_id(entry["content"]) != entry["id"]:
             raise UserError(
                 f"{named} lists the added token {entry['content']!r} with the identifier {entry['id']}, which its "
