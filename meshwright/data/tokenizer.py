@@ -221,10 +221,11 @@ class Tokenizer:
 
     def decode(self, tokens: Sequence[int], *, names: bool = True) -> str:
         """The text of the tokens, special ones by name or not at all."""
-        # In a batch of one, since the library keeps Python's lock for a text alone.
-        decode = partial(self._inner.decode_batch, [list(tokens)], skip_special_tokens=not names)
         if self._growth is None or not self._growth.decoder_searches:
-            return str(checked_call(decode, "tokens")[0])
+            return str(checked_call(lambda: self._inner.decode(list(tokens), skip_special_tokens=not names), "tokens"))
+        # In a batch of one, since the library keeps Python's lock for a text alone.
+        _note_threads()
+        decode = partial(self._inner.decode_batch, [list(tokens)], skip_special_tokens=not names)
         return str(bounded_call(decode, len(tokens), "tokens")[0])
 
     def byte_lengths(self) -> NDArray[np.int64]:

@@ -1,6 +1,10 @@
 """Tokenizers of strangers: bounded memory and time, panics as sentences, and no control token out of anybody's text."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -134,6 +138,29 @@ def test_what_the_library_cannot_bear_is_a_sentence(tmp_path: Path) -> None:
     decoder = altered(tmp_path, decoder=sequence("decoders", {"type": "Fuse"}, replace("(h+h+)+y", "h", "Regex")))
     with pytest.raises(UserError, match="retry-limit-in-match"):
         decoder.decode([token] * 40)
+
+
+def test_a_forked_child_can_encode_after_its_parent_decoded(tmp_path: Path) -> None:
+    # In a process of its own, since the library's thread pool starts once, and a fork may use it only if it has not.
+    altered(tmp_path, decoder=replace("h+", "h", "Regex"))
+    program = f"""
+import os
+from pathlib import Path
+from meshwright.data.tokenizer import allow_threads, load_tokenizer
+
+tokenizer = load_tokenizer(Path({str(tmp_path / "tokenizer.json")!r}))
+tokenizer.decode([5] * 9)
+if (pid := os.fork()) == 0:
+    allow_threads(2)
+    os._exit(0 if tokenizer.encode_batch(["hello", "text"] * 50) else 1)
+assert os.waitpid(pid, 0)[1] == 0
+"""
+    process = subprocess.Popen([sys.executable, "-c", program], start_new_session=True)
+    try:
+        assert process.wait(60) == 0
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def test_an_encoding_that_does_not_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
