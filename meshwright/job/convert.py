@@ -14,7 +14,7 @@ from meshwright.job.job import Job
 from meshwright.job.load import field_names, job_of_table
 from meshwright.job.model import Model
 from meshwright.job.presets import model_preset
-from meshwright.job.reading import json_table, read_settings_text, reason, toml_table
+from meshwright.job.reading import json_table, read_settings_text, reason, require_undotted_keys, toml_table
 
 ONE_RANK = "one rank is assumed: give --ranks if several share the batch"
 Settings = Mapping[str, Any]
@@ -251,7 +251,9 @@ def read_toml_settings(path: Path) -> dict[str, Any]:
     """The settings of a TOML file, nested tables as dotted names."""
     text = read_settings_text(path, "give the settings file itself")
     try:
-        return flat_settings(toml_table(text))
+        table = toml_table(text)
+        require_undotted_keys(table)
+        return flat_settings(table)
     except ValueError as error:
         raise UserError(f"{path} cannot be read as TOML ({reason(error)}); give the settings file itself") from None
 

@@ -19,7 +19,7 @@ from meshwright.job.hf_whisper import complete_audio
 from meshwright.job.init_from import folder_table, pinned_start, require_agreement, require_tokenizer
 from meshwright.job.job import Job
 from meshwright.job.presets import model_preset, nearest, preset_named, recipe_path, unknown_job
-from meshwright.job.reading import json_table, read_settings_text, reason, toml_table
+from meshwright.job.reading import json_table, read_settings_text, reason, require_undotted_keys, toml_table
 from meshwright.job.sanitize import odd_character, without_secrets
 from meshwright.job.text import job_text, table_text
 from meshwright.job.training import Batch
@@ -29,6 +29,9 @@ from meshwright.job.unused import UnusedFieldWarning, unused_fields
 Table = dict[str, Any]
 RESOLVED = "job.resolved.json"
 """The job in a run folder with every field set, which can be loaded again."""
+
+_NAMED_BY_USERS = ("data.fields", "evaluation.sets")
+"""Fields whose keys are no settings."""
 
 
 @dataclass(frozen=True)
@@ -246,9 +249,14 @@ def _find(source: str) -> Path:
 
 def _parsed(path: Path, text: str) -> Table:
     try:
-        return toml_table(text)
+        table = toml_table(text)
     except ValueError as error:
         raise UserError(f"{path}: not valid TOML: {reason(error)}") from None
+    try:
+        require_undotted_keys(table, _NAMED_BY_USERS)
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from None
+    return table
 
 
 def _run_table(path: Path, text: str) -> Table:

@@ -3,6 +3,7 @@
 import json
 import re
 import tomllib
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,22 @@ def toml_table(text: str) -> dict[str, Any]:
         return tomllib.loads(text)
     except RecursionError as error:
         raise ValueError(reason(error)) from None
+
+
+def require_undotted_keys(table: dict[str, Any], free: Collection[str] = (), above: str = "") -> None:
+    """Refuse a name with a dot in it, as `"model.width" = 64`: everywhere else it would look like the field of a table.
+
+    In the tables named in `free`, as `section.field`, names are the user's own.
+    """
+    for key, value in table.items():
+        if "." in key:
+            raise ValueError(
+                f"the quotes make one name of {key!r}, and no setting has a dot in its name; leave them out to set a "
+                "field of a table"
+            )
+        for inner in value if isinstance(value, list) else [value]:
+            if isinstance(inner, dict) and above + key not in free:
+                require_undotted_keys(inner, free, f"{above}{key}.")
 
 
 def reason(error: Exception) -> str:

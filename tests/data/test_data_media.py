@@ -156,6 +156,34 @@ def test_paths_do_not_lead_out_of_their_folder(tmp_path):
     assert len(corpus.train_items.places_and_counts()[0]) == 2
 
 
+@pytest.mark.parametrize(
+    ("name", "match"),
+    [
+        ("a\0.png", r"1 wrong field, first at .*a.jsonl:1 \('a\\x00.png' in \"image\" cannot be the name of a file"),
+        ("\ud800.png", r"1 wrong field, .*'\\ud800.png' in \"image\" cannot be the name"),
+        ("\udcff.png", r"1 wrong field, .*'\\udcff.png' in \"image\" cannot be the name"),
+        ("loop.png", r"1 wrong field, .*'loop.png' in \"image\" is a loop of links|1 image without its file"),
+        (
+            "loop.png/x.png",
+            r"1 wrong field, .*'loop.png/x.png' in \"image\" is a loop of links|1 image without its file",
+        ),
+    ],
+)
+def test_names_that_no_file_can_have_are_refused(tmp_path, name, match):
+    (tmp_path / "loop.png").symlink_to("loop.png")
+    (tmp_path / "a.jsonl").write_text(json.dumps({"image": name, "text": "a picture"}))
+    with pytest.raises(UserError, match=match):
+        prepare(data_of(tmp_path, str(tmp_path / "a.jsonl")), 300)
+    with pytest.raises(UserError, match=r"loop.png does not exist"):
+        prepare(data_of(tmp_path, str(tmp_path / "loop.png")), 300)
+
+
+def test_fields_with_half_a_surrogate_in_their_names_are_counted(tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"\ud800": "a picture"}))
+    with pytest.raises(UserError, match=r"1 no conversation, .*only \\ud800"):
+        prepare(data_of(tmp_path, str(tmp_path / "a.jsonl"), format="conversations"), 300)
+
+
 def test_a_folder_with_a_colon_in_its_name_is_the_folder_of_its_records(tmp_path):
     inner = tmp_path / "in:ner"
     inner.mkdir()

@@ -1,6 +1,7 @@
 """What a job may never hold, wherever it comes from: control characters, passwords, numbers nothing can work with."""
 
 import json
+import re
 import string
 import tomllib
 import unicodedata
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from meshwright.errors import UserError
 from meshwright.job import job_schema, load_job, model_of_config, read_hf_config
+from meshwright.job.convert import read_toml_settings
 from meshwright.job.sanitize import secret_in, without_secrets
 
 LLAMA = {
@@ -108,6 +110,28 @@ def test_keys_that_take_the_square_of_their_length_are_refused(tmp_path: Path, t
     (tmp_path / "job.toml").write_text(text)
     with pytest.raises(UserError, match=r"more than 16 names with dots|more than 256 Ki characters"):
         load_job(str(tmp_path / "job.toml"))
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ('"model.width" = 64', "model.width"),
+        ("'a.b' = 1", "a.b"),
+        ('[model]\n"rope.theta" = 1.0', "rope.theta"),
+        ('data = [{"x\\u002ey" = 1}]', "x.y"),
+    ],
+)
+def test_a_quoted_key_with_a_dot_is_no_field_of_a_table(tmp_path: Path, text: str, key: str) -> None:
+    (tmp_path / "job.toml").write_text(text)
+    with pytest.raises(UserError, match=rf"job.toml: the quotes make one name of '{re.escape(key)}'"):
+        load_job(str(tmp_path / "job.toml"))
+    with pytest.raises(UserError, match=re.escape(repr(key))):
+        read_toml_settings(tmp_path / "job.toml")
+
+
+def test_sets_of_an_evaluation_may_have_a_dot_in_their_name(tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text('[evaluation.sets]\n"wiki.v2" = "builtin:stdlib"\n')
+    assert load_job(str(tmp_path / "job.toml")).job.evaluation.sets == {"wiki.v2": "builtin:stdlib"}
 
 
 def test_dots_in_strings_and_comments_are_no_keys(tmp_path: Path) -> None:

@@ -26,8 +26,8 @@ class BadDocuments:
         return self.count - self._kinds.get(EMPTY, (0, []))[0]
 
     def add(self, kind: str, place: str) -> None:
-        """One more."""
-        self._merge(kind, 1, [place])
+        """One more; its place may quote a record, halves of surrogate pairs included, which no manifest can hold."""
+        self._merge(kind, 1, [place.encode("utf-8", "backslashreplace").decode("utf-8")])
 
     def merge(self, other: "BadDocuments") -> None:
         """Those of a later part of the input."""

@@ -1,5 +1,6 @@
 """Which files a list of sources stands for, and what is in each: by name, by folder, by address."""
 
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -134,7 +135,7 @@ def _require_readers(files: Sequence[InputFile]) -> None:
 def _local_files(source: str) -> tuple[list[InputFile], list[str]]:
     if source.startswith("builtin:"):
         return _builtin_files(source), []
-    path = Path(source).expanduser().resolve()
+    path = Path(os.path.realpath(Path(source).expanduser()))  # Path.resolve raises for a loop of links
     if path.is_dir():
         saved = _saved_dataset(path)
         if saved is not None:

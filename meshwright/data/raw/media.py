@@ -292,15 +292,25 @@ def _cooked(cook: Callable[[Record], Record], record: Record, where: str) -> Rec
 
 def _path(value: str, own: MediaField, source_file: str, name: str) -> str:
     """A path of a record, which may not lead out of its folder: records do not choose what is read."""
+    if "\0" in value or not _is_unicode(value):
+        raise _Unusable(WRONG_FIELD, f'{value[:80]!r} in "{name}" cannot be the name of a file')
     if is_remote(source_file) and own.folder is None:
         return f"{source_file.rpartition('/')[0]}/{_inside(value)}"
     if own.folder is not None and is_remote(own.folder):
         return f"{own.folder.rstrip('/')}/{_inside(value)}"
     folder = (Path(source_file).parent if own.folder is None else Path(own.folder).expanduser()).resolve()
-    path = (folder / value).resolve()
-    if not path.is_relative_to(folder) or "\0" in value:
+    try:
+        path = (folder / value).resolve()
+    except (OSError, RuntimeError):  # Python 3.13 leaves it to whoever opens the file
+        raise _Unusable(WRONG_FIELD, f'{value[:80]!r} in "{name}" is a loop of links') from None
+    if not path.is_relative_to(folder):
         raise _Unusable(WRONG_FIELD, f'"{name}" leads out of {folder}; set data.fields.{name}.folder')
     return str(path)
+
+
+def _is_unicode(value: str) -> bool:
+    """Whether a text has no half of a surrogate pair, which no file system and no record of ours can hold."""
+    return not any("\ud800" <= letter <= "\udfff" for letter in value)
 
 
 def _inside(value: str) -> str:
