@@ -201,6 +201,7 @@ class Tokenizer:
 
     def _require_bounded(self, texts: Sequence[str]) -> None:
         if self._growth is not None:
+            _note_threads()
             for text in texts:
                 require_bounded_text(self._inner, self._growth, text)
 

@@ -15,6 +15,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple, TypeVar
 
@@ -62,8 +63,10 @@ class Growth(NamedTuple):
     factor: float
     factor_in_context: float
     """The part of it that comes from steps which may depend on far away characters."""
+    normalizers_search: bool
+    """Whether they use a regular expression, which may take long."""
     decoder_searches: bool
-    """Whether tokens become text by a regular expression, which may take long."""
+    """Whether tokens become text by a regular expression."""
 
 
 def read_settings(text: str) -> Settings:
@@ -97,7 +100,8 @@ def growth_of(inner: tokenizers.Tokenizer) -> Growth:
     growth = Growth(
         prod(map(_normalizer_growth, normalizers)),
         prod(_normalizer_growth(step) for step in normalizers if _depends_on_context(step)),
-        any("Regex" in step.get("pattern", {}) for step in decoders),
+        any(map(_searches, normalizers)),
+        any(map(_searches, decoders)),
     )
     _require_growth(growth.factor, LARGEST_GROWTH, "normalizers")
     _require_growth(growth.factor_in_context, LARGEST_GROWTH_IN_CONTEXT, "Prepend and regular Replace normalizers")
@@ -115,7 +119,11 @@ def require_bounded_text(inner: tokenizers.Tokenizer, growth: Growth, text: str)
     slice_characters = int(NORMALIZED_BYTES / growth.factor / 4)
     limit, normalized_bytes = max(NORMALIZED_BYTES, NORMALIZED_RATIO * size_bytes), 0
     for start in range(0, len(text), slice_characters):
-        normalized = inner.normalizer.normalize_str(text[start : start + slice_characters])
+        part = text[start : start + slice_characters]
+        if growth.normalizers_search:
+            # Normalising keeps Python's lock, so no thread could watch it; what encodes in time is normalised in time.
+            bounded_call(partial(inner.encode_batch_fast, [part], add_special_tokens=False), 4 * len(part), part)
+        normalized = checked_call(partial(inner.normalizer.normalize_str, part), part)
         normalized_bytes += len(normalized.encode("utf-8", "replace"))
         if normalized_bytes > limit:
             raise UserError(
@@ -276,7 +284,11 @@ def _normalizer_growth(step: Settings) -> float:
 
 
 def _depends_on_context(step: Settings) -> bool:
-    return step.get("type") == "Prepend" or (step.get("type") == "Replace" and "Regex" in step["pattern"])
+    return step.get("type") == "Prepend" or _searches(step)
+
+
+def _searches(step: Settings) -> bool:
+    return "Regex" in step.get("pattern", {})
 
 
 def _pre_tokenizer_growth(step: Settings) -> float:

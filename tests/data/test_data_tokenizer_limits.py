@@ -163,6 +163,21 @@ assert os.waitpid(pid, 0)[1] == 0
             os.killpg(process.pid, signal.SIGKILL)
 
 
+def test_a_long_text_whose_normalizers_fail_is_a_sentence(tmp_path: Path) -> None:
+    tokenizer = altered(tmp_path, normalizer=replace("(x+x+)+y", "ab", "Regex"))
+    with pytest.raises(UserError, match=r"fails with 'xxxx.*retry-limit-in-match"):
+        tokenizer.encode("x" * 40 + "b" * 3_000_000)
+
+
+def test_a_long_text_whose_normalizers_do_not_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = altered(tmp_path, normalizer=replace(r"\s*\d", "ab", "Regex"))
+    monkeypatch.setattr(tokenizer_limits, "CALL_S", 0.1)
+    monkeypatch.setattr(tokenizer_limits, "CALL_BYTES_PER_S", 1e9)
+    monkeypatch.setattr(tokenizer_limits, "NORMALIZED_BYTES", 1 << 15)
+    with pytest.raises(UserError, match="takes more than 0 s for '   "):
+        tokenizer.encode(" " * 10_000)
+
+
 def test_an_encoding_that_does_not_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = altered(tmp_path, pre_tokenizer=regex(r"\s*\d"))
     assert tokenizer.encode(" 1")
