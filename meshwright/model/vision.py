@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from meshwright.job import Model
 from meshwright.job.vision import CHANNELS, Vision
 from meshwright.model.encoder import Table, Tower
+from meshwright.model.numbers import wide_dtype
 from meshwright.model.router import as_it_is
 
 
@@ -58,5 +59,6 @@ class Patches(nn.Module):
 def _normalised(items: Tensor, vision: Vision, dtype: torch.dtype) -> Tensor:
     if items.is_floating_point():
         return items.to(dtype)
-    centre, width = (items.new_tensor(each, dtype=dtype).view(-1, 1, 1) for each in vision.colours)
-    return (items.to(dtype) / 255 - centre) / width
+    wide = wide_dtype(dtype)  # 16 bits would round a difference of numbers that are nearly equal
+    centre, width = (items.new_tensor(each, dtype=wide).view(-1, 1, 1) for each in vision.colours)
+    return ((items.to(wide) / 255 - centre) / width).to(dtype)

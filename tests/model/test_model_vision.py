@@ -98,6 +98,22 @@ def test_logits_and_gradients_equal_transformers(kind: str) -> None:
             assert relative(own.grad, expected.detach(), floor) <= 1e-5 or name.endswith("k.bias"), name
 
 
+def test_pixels_are_normalised_before_they_are_rounded() -> None:
+    """In 16 bits x / 255 and its centre differ by little more than their rounding."""
+    assert SHAPE.vision is not None
+    pictures = torch.arange(256, dtype=torch.uint8).repeat(3).view(1, 4, 3, 8, 8)
+    inputs = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        tower = Decoder(SHAPE).vision
+        assert tower is not None
+        tower.get_submodule("patch").register_forward_pre_hook(
+            lambda _, arguments, dtype=dtype: inputs.update({dtype: arguments[0]})
+        )
+        tower.to(dtype)(pictures)
+    assert inputs[torch.bfloat16].dtype == torch.bfloat16
+    torch.testing.assert_close(inputs[torch.bfloat16], inputs[torch.float32].bfloat16(), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("kind", ["clip", "siglip"])
 def test_config_and_names_round_trip(kind: str) -> None:
     theirs = llava(kind)
