@@ -19,19 +19,17 @@ from meshwright.job.init_from import fetch_start, pinned_start, require_base, st
 from meshwright.job.job import Job
 from meshwright.job.load import (
     LoadedJob,
-    Overrides,
     changed_job,
     job_fields,
     job_of_table,
     job_schema,
     load_job,
-    override_fields,
-    override_values,
     planned_text,
     table_fields,
     updated_text,
 )
 from meshwright.job.model import Latent, Model, RopeScaling
+from meshwright.job.overrides import Overrides, override_fields, override_values
 from meshwright.job.preference import Preference
 from meshwright.job.presets import is_model_folder, model_preset, model_presets, preset_named, recipes, unknown_model
 from meshwright.job.text import job_text, toml_value

@@ -2,7 +2,7 @@
 
 import json
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -18,6 +18,7 @@ from meshwright.job.fields import MediaField, complete_fields
 from meshwright.job.hf_whisper import complete_audio
 from meshwright.job.init_from import folder_table, pinned_start, require_agreement, require_tokenizer
 from meshwright.job.job import Job
+from meshwright.job.overrides import Overrides, Table, inner_leaves, leaves, merge, parsed_overrides
 from meshwright.job.presets import model_preset, nearest, preset_named, recipe_path, unknown_job
 from meshwright.job.reading import json_table, read_settings_text, reason, require_undotted_keys, toml_table
 from meshwright.job.sanitize import odd_character, without_secrets
@@ -26,7 +27,6 @@ from meshwright.job.training import Batch
 from meshwright.job.trust import require_trust
 from meshwright.job.unused import UnusedFieldWarning, unused_fields
 
-Table = dict[str, Any]
 RESOLVED = "job.resolved.json"
 """The job in a run folder with every field set, which can be loaded again."""
 
@@ -56,10 +56,6 @@ class LoadedJob:
         return self.origins.get(field, "default")
 
 
-Overrides = Sequence[str] | Mapping[str, Any]
-"""`section.field=value` as on the command line, or a value by `section.field`."""
-
-
 def load_job(source: str, overrides: Overrides = (), *, trust: bool = False) -> LoadedJob:
     """The job in a file (or the recipe of that name) with `section.field=value` overrides; errors raise UserError.
 
@@ -70,7 +66,7 @@ def load_job(source: str, overrides: Overrides = (), *, trust: bool = False) -> 
     path = _find(source)
     text = read_settings_text(path, "give a job file, saved as UTF-8")
     from_file = _run_table(path, text) if path.name == RESOLVED else _parsed(path, text)
-    from_overrides = _parse_overrides(overrides)
+    from_overrides = parsed_overrides(overrides)
 
     job, origins = _resolved(from_file, from_overrides, path)
     # A run's own record has every field, and a recipe's author knew.
@@ -80,7 +76,7 @@ def load_job(source: str, overrides: Overrides = (), *, trust: bool = False) -> 
         warnings.warn(sentence, UnusedFieldWarning, stacklevel=2)
     from_run = path.parent.joinpath(RESOLVED).is_file()
     if from_run and not trust:
-        require_trust(job, str(path.parent), frozenset(_leaves(from_overrides)))
+        require_trust(job, str(path.parent), frozenset(leaves(from_overrides)))
     raw = table_text(from_file, f"from {path}") if path.name == RESOLVED else text
     return LoadedJob(job, path.stem, raw, origins, from_run, _merged(from_file, from_overrides, job))
 
@@ -93,7 +89,7 @@ def _merged(from_file: Table, from_overrides: Table, job: Job) -> str | None:
     merged: Table = {}
     # The commit that a Hugging Face name stood for, since the name may stand for another one later.
     for table in (from_file, from_overrides, {"model": {"init_from": start}} if start else {}):
-        _merge(merged, table)
+        merge(merged, table)
     return table_text(merged, "the job that ran, overrides included; job.original.toml is the file as written")
 
 
@@ -143,7 +139,7 @@ def _loads_as(same: Job, job: Job) -> bool:
 
 def changed_job(job: Job, overrides: Overrides) -> Job:
     """A job with other values in some fields, checked anew; a new preset brings its whole shape."""
-    table, given = job.model_dump(mode="json", exclude_unset=True), _parse_overrides(overrides)
+    table, given = job.model_dump(mode="json", exclude_unset=True), parsed_overrides(overrides)
     if _model_name("preset", given):
         table.pop("model", None)
     return _resolved(table, given, Path("job"))[0]
@@ -165,8 +161,8 @@ def _resolved(from_file: Table, from_overrides: Table, path: Path) -> tuple[Job,
     origins: dict[str, str] = {}
     merged: Table = {}
     for table, origin in (*tables, (from_file, "file"), (from_overrides, "override")):
-        _merge(merged, table)
-        origins.update(dict.fromkeys((*_leaves(table), *_inner_leaves(table)), origin))
+        merge(merged, table)
+        origins.update(dict.fromkeys((*leaves(table), *inner_leaves(table)), origin))
     if preset:
         merged["model"]["preset"] = preset  # however it was spelled
     if folder:
@@ -272,43 +268,6 @@ def _run_table(path: Path, text: str) -> Table:
     return table
 
 
-class _Whole(dict[str, Any]):
-    """A table that an override gives as one value: it replaces another instead of being merged with it."""
-
-
-def _parse_overrides(overrides: Overrides) -> Table:
-    table: Table = {}
-    for override in overrides:
-        name, equals, text = override.partition("=")
-        if isinstance(overrides, Mapping):
-            name, equals = override, "="
-        keys = [key.strip() for key in name.split(".")]
-        if not equals or len(keys) < 2 or not all(keys):
-            raise UserError(
-                f"--set {override} is not section.field=value; write for example, --set batch.micro_batch=4"
-            )
-        inner = table
-        for key in keys[:-1]:
-            inner = inner.setdefault(key, {})
-            if not isinstance(inner, dict) or isinstance(inner, _Whole):
-                raise UserError(
-                    f"--set {override} sets part of a value that another --set sets whole; keep one of them"
-                )
-        value = overrides[override] if isinstance(overrides, Mapping) else _value(text)
-        inner[keys[-1]] = _Whole(value) if isinstance(value, dict) else value
-    return table
-
-
-def _value(text: str) -> Any:
-    """The value after the equals sign of a --set."""
-    try:
-        table = toml_table(f"value = {text}")
-    except ValueError:
-        table = {}
-    # A bare word is a string: shells strip the quotes that TOML needs.
-    return table["value"] if table.keys() == {"value"} else text.strip()
-
-
 def _model_name(field: str, *tables: Table) -> str | None:
     """The preset or folder that the last table names; anything but a string is left to validation."""
     name = None
@@ -317,40 +276,6 @@ def _model_name(field: str, *tables: Table) -> str | None:
         if isinstance(section, dict):
             name = section.get(field, name)
     return name if isinstance(name, str) else None
-
-
-def _merge(base: Table, over: Table) -> None:
-    for key, value in over.items():
-        if isinstance(value, dict) and not isinstance(value, _Whole) and isinstance(base.get(key), dict):
-            _merge(base[key], value)
-        else:
-            base[key] = dict(value) if isinstance(value, dict) else value
-
-
-def override_values(overrides: Sequence[str]) -> dict[str, Any]:
-    """The same as values by `section.field`."""
-    _parse_overrides(overrides)  # rejects what is not section.field=value
-    return {name.strip(): _value(text) for name, _, text in (one.partition("=") for one in overrides)}
-
-
-def override_fields(overrides: Overrides) -> list[str]:
-    """The `section.field` that overrides change."""
-    return list(_leaves(_parse_overrides(overrides)))
-
-
-def _leaves(table: Table) -> Iterator[str]:
-    """`section.field` for every field a table sets (deeper tables are the value of one field)."""
-    for section, fields in table.items():
-        if isinstance(fields, dict):
-            yield from (f"{section}.{field}" for field in fields)
-
-
-def _inner_leaves(table: Table) -> Iterator[str]:
-    """`section.field.key` for every key of a field that is a table."""
-    for name in _leaves(table):
-        section, field = name.split(".", 1)
-        if isinstance(value := table[section][field], dict):
-            yield from (f"{name}.{key}" for key in value)
 
 
 def _validate(merged: Table, origins: dict[str, str], path: Path) -> Job:

@@ -53,6 +53,8 @@ from meshwright.torch_private.compiler import start_compiler
 COMPILER_SAVES_MESHES = "2.12" <= torch.__version__ < "2.15"
 """Whether a compiled block that recomputes tries to save the mesh of its tensors as if it were a tensor (seen in 2.13;
 in 2.11 and 2.15 it does not)."""
+TORCH_SHARDS_INTEGERS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
+"""Whether `fully_shard` takes integers; 2.11 lets every parameter require gradients, which they cannot."""
 
 
 def build(job: Job, world: World, dtype: torch.dtype | None = None) -> tuple[Engine | PipeDream, Weights]:
@@ -186,10 +188,23 @@ def _build_model(
         offload = offload_policy(job, world.device)
         # What is not trained is shared only where parameters are: torch would keep a shard besides the whole.
         apart = job.layout.zero_stage < 3 and not offloads(job, "optimizer", "params")
+        if not apart:
+            _require_sharded_integers(job, frozen)
         meshes, gradients = (world.mesh, world.expert_mesh), _gradients(job, master)
         apply_zero(model, job.layout, *meshes, compute, master, gradients, offload, frozen if apart else set())
     _materialise(model, job, world)
     return model, shapes
+
+
+def _require_sharded_integers(job: Job, frozen: set[nn.Parameter]) -> None:
+    if TORCH_SHARDS_INTEGERS or job.model.adapter is None or all(weight.is_floating_point() for weight in frozen):
+        return
+    base, zero, offload = job.model.adapter.base, job.layout.zero_stage, list(job.memory.offload)
+    remedy = "set layout.zero = 2" if zero == 3 else "set memory.offload = []"
+    raise UserError(
+        f'model.adapter.base = "{base}" with layout.zero = {zero} and memory.offload = {offload} shards integers, '
+        f"which torch {torch.__version__} cannot; {remedy}, or install torch 2.13 or newer"
+    )
 
 
 def _frozen(job: Job, model: nn.Module) -> set[nn.Parameter]:

@@ -5,6 +5,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,11 @@ def preload(compiles: bool = False) -> None:
 
     if compiles:
         import torch._inductor.compile_fx  # noqa: F401
+
+
+def eagerly() -> AbstractContextManager[Any]:
+    """Compiled functions run as they are written, and nothing is compiled, inside the context."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 def start_compiler(traced: str, reuse: bool) -> None:

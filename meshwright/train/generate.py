@@ -8,6 +8,7 @@ from torch import Tensor
 
 from meshwright.errors import UserError
 from meshwright.model import Decoder, KVCache, Media
+from meshwright.torch_private.compiler import eagerly
 
 
 def generate(
@@ -48,7 +49,8 @@ def stream(
     for _ in range(tokens):
         fresh = torch.tensor([seen[cache.length :]], device=device)
         shown = {} if media is None else _fresh_media(media, cache.length, device)
-        logits_V = model(fresh, cache=cache, **shown)[0, -1].float().cpu()[:vocab_size]
+        with eagerly():  # every length of the cache, and every layer of it, would be compiled anew
+            logits_V = model(fresh, cache=cache, **shown)[0, -1].float().cpu()[:vocab_size]
         token = _draw(_penalised(logits_V, seen, repetition_penalty), temperature, top_p, generator)
         seen.append(token)
         yield token

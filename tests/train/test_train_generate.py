@@ -1,11 +1,14 @@
 """Generation: greedy, nucleus, seeds, limits."""
 
+import copy
+
 import pytest
 import torch
 
 from meshwright.errors import UserError
 from meshwright.job import Model, model_preset
 from meshwright.model import Decoder, initialise
+from meshwright.torch_private.compiler import graphs_and_stops
 from meshwright.train import generate
 
 
@@ -23,6 +26,15 @@ def test_greedy_takes_what_the_full_forward_would(model: Decoder) -> None:
     for _ in range(6):
         tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
     assert generate(model, [1, 2, 3], 6, temperature=0) == tokens[3:]
+
+
+def test_compiled_blocks_generate_without_being_compiled_again(model: Decoder) -> None:
+    compiled = copy.deepcopy(model)
+    for block in compiled.layers.values():
+        block.forward = torch.compile(block.forward, backend="eager")
+    graphs, _ = graphs_and_stops()
+    assert generate(compiled, [1, 2, 3], 6, temperature=0) == generate(model, [1, 2, 3], 6, temperature=0)
+    assert graphs_and_stops()[0] == graphs
 
 
 def test_a_seed_gives_the_same_text_and_another_seed_another(model: Decoder) -> None:

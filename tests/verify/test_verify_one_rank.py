@@ -135,9 +135,7 @@ def test_a_library_that_returns_something_else_is_reported(monkeypatch: pytest.M
 @pytest.mark.gpu
 def test_nccl_accepts_messages_to_the_same_rank_and_refuses_what_it_cannot_reduce() -> None:
     here = (Spec("bfloat16", (4, 2), True, "cuda"),)
-    calls = calls_of(
-        Call("messages", here * 2), Call("all_reduce", (Spec("int16", (4,), True, "cuda"),), reduce="SUM")
-    )
+    calls = calls_of(Call("messages", here * 2), Call("all_reduce", (Spec("int16", (4,), True, "cuda"),), reduce="SUM"))
     for eager in (False, True):
         # Ranks are forked, which a process that has used the GPU cannot do, and tests before this one have used it.
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as fresh:
