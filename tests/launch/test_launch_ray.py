@@ -214,7 +214,7 @@ def test_the_script_of_a_ray_job_runs(
     """What KubeRay runs on a cluster's head, on this one; its volume and its ConfigMap are folders here."""
     volume = place / "volume"
     (volume / "bin").mkdir(parents=True)
-    (python := volume / "bin/python").write_text(f'#!/bin/sh\nshift 2\nexec {warm_command}/meshwright "$@"\n')
+    (python := volume / "bin/python").write_text(f'#!/bin/sh\nshift 3\nexec {warm_command}/meshwright "$@"\n')
     python.chmod(0o755)
     changes = ["run.steps=2", "layout.dp_shard=1", "layout.tp=1", "run.folder=job"]
     words = [word for change in changes for word in ("--set", change)]
