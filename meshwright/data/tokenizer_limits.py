@@ -42,10 +42,10 @@ LARGEST_GROWTH_IN_CONTEXT = 16
 """Of steps that depend on more than the characters nearby, so that measuring slices of a text may miss them."""
 LARGEST_PRE_TOKENIZER_GROWTH = 16
 LARGEST_DECODER_GROWTH = 16
-NORMALIZED_BYTES = 8 << 20
-NORMALIZED_RATIO = 4
-"""A longer normalised text is refused where it is also so many times as long as the text: encoding takes 20 to 100
-bytes of memory for a byte of it, and what people write grows by a factor of 3 at most."""
+NORMALIZED_BYTES = 4 << 20
+NORMALIZED_RATIO = 3
+"""A longer normalised text is refused where it is also more than so many times as long as the text: at a token a byte,
+encoding takes up to 350 bytes of memory for each, and what people write grows by a factor of 3 at most."""
 
 CALL_S = 60.0
 CALL_BYTES_PER_S = 50_000

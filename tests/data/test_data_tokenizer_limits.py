@@ -109,7 +109,7 @@ def test_a_long_text_that_grows_is_refused_and_others_are_read(tmp_path: Path) -
     assert len(tokenizer.encode("ab" * 100)) > 200
     assert tokenizer.encode("b" * 200_000)
     for encode in (tokenizer.encode, tokenizer.encode_rendered, lambda text: tokenizer.encode_batch(["b", text])):
-        with pytest.raises(UserError, match="normalizers make more than 8 MiB of the 97 KiB"):
+        with pytest.raises(UserError, match="normalizers make more than 4 MiB of the 97 KiB"):
             encode("a" * 100_000)
 
 

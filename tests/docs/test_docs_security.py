@@ -6,7 +6,7 @@ import pytest
 from docs_pages import ROOT
 
 from meshwright.checkpoint import backup_thread, reading, store
-from meshwright.data import chat, limits, lines
+from meshwright.data import chat, limits, lines, tokenizer_limits
 from meshwright.data.media import container
 from meshwright.data.raw import packed
 from meshwright.job import reading as settings
@@ -29,6 +29,11 @@ NUMBERS = [
     ("Run folders and checkpoints", f"at most {reading.RECORD_BYTES // MIB} MiB, their shards"),
     ("Chat templates", f"{chat.SECONDS:.0f} s and {chat.MEMORY_BYTES // GIB} GiB per conversation"),
     ("Chat templates", f"{lines.LONGEST_RECORD_BYTES // MIB} Mi characters"),
+    ("Tokenizers", f"at most {tokenizer_limits.LARGEST_GROWTH} times as long"),
+    ("Tokenizers", f"longer than {tokenizer_limits.NORMALIZED_BYTES // MIB} MiB"),
+    ("Tokenizers", f"at most {tokenizer_limits.NORMALIZED_RATIO} times;"),
+    ("Tokenizers", f"{tokenizer_limits.CALL_S:.0f} s for each call"),
+    ("Tokenizers", f"{4_000_000 // tokenizer_limits.CALL_BYTES_PER_S} s for each million characters"),
     ("Data files", f"records up to {lines.LONGEST_RECORD_BYTES // MIB} MiB"),
     ("Data files", f"up to {packed.LARGEST_RATIO} : 1"),
     ("Data files", f"{limits.READER_BYTES // GIB} GiB more memory"),
