@@ -70,17 +70,16 @@ def gather_as(parameter: Any, sent: Callable[[], Tensor], received: Callable[[Te
         del parameter._unsharded_param
 
 
-def widen_mixed_gradients(module: nn.Module) -> None:
-    """Convert the rest of the gradients in groups of which torch has converted some to the format of their reduction.
+def widen_gradients(module: nn.Module) -> None:
+    """Add gradients to those of earlier micro-batches in the format of their reduction, and convert the first ones.
 
-    Where a backward takes the gradients of weights in several passes, torch converts those that are there after one.
+    Torch does so after a backward that its hooks see. Half a backward calls none.
     """
     units = (unit for unit in module.modules() if isinstance(unit, FSDPModule))
     for group in (group for unit in units for group in parameter_groups(unit)):
-        if any(parameter.unsharded_accumulated_grad is not None for parameter in group.fsdp_params):
-            for parameter in group.fsdp_params:
-                parameter.accumulate_unsharded_grad_if_needed()
-                parameter.to_accumulated_grad_if_needed()
+        for parameter in group.fsdp_params:
+            parameter.accumulate_unsharded_grad_if_needed()
+            parameter.to_accumulated_grad_if_needed()
 
 
 def gather_in_background(module: FSDPModule) -> None:

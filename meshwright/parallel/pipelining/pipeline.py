@@ -29,7 +29,7 @@ from meshwright.parallel.weights import Weights
 from meshwright.parallel.world import World
 from meshwright.pipeline import Action, Kind, Table
 from meshwright.torch_private.pipelining import PipelineRuntime, gradient_node
-from meshwright.torch_private.sharding import widen_mixed_gradients
+from meshwright.torch_private.sharding import widen_gradients
 
 Listener = Callable[[Action, float, float, int], None]
 """Called for every action with its start and end and how many micro-batches' activations the rank holds after it."""
@@ -165,10 +165,20 @@ class _Stage(PipelineStage):
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> tuple[tuple[Tensor | None, ...], list[dict[str, Any]] | None]:
-        """Torch's backward; the half for the inputs also computes the gradient of the table of extra tokens."""
+        """Torch's backward; its halves would add the gradients of micro-batches in the compute format."""
         table = self._extra_table() if backward_type == "input" else None
         if table is None:
-            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+            result = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        else:
+            result = self._input_half(table, bwd_kwargs, last_backward)
+        if backward_type != "full" and isinstance(self.submod, FSDPModule):
+            widen_gradients(self.submod)
+        return result
+
+    def _input_half(
+        self, table: Tensor, bwd_kwargs: dict[str, Any], last_backward: bool
+    ) -> tuple[tuple[Tensor | None, ...], list[dict[str, Any]] | None]:
+        """Torch's half for the inputs, which also computes the gradient of the table of extra tokens."""
         # The half for the weights starts at every use of a parameter and runs back to it. A tied
         # head uses the table that extra tokens look up: from the head of an extra token the way to
         # its lookup leads through its block, and from the second lookup through the first block.
@@ -176,7 +186,7 @@ class _Stage(PipelineStage):
         # gone by then.
         inputs = bwd_kwargs["input_values"]
         gradients, groups = super().backward_maybe_with_nosync(
-            backward_type, bwd_kwargs | {"input_values": [*inputs, table]}, last_backward
+            "input", bwd_kwargs | {"input_values": [*inputs, table]}, last_backward
         )
         node = gradient_node(table)
         assert groups is not None
@@ -199,12 +209,6 @@ class _Stage(PipelineStage):
             result = self._report(Kind.WEIGHT, bwd_chunk_id, run, *args, **kwargs)
         self._graphs.pop(bwd_chunk_id, None)
         return result
-
-    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Torch's reduction, for which all gradients of a unit must have a single format."""
-        if isinstance(self.submod, FSDPModule):
-            widen_mixed_gradients(self.submod)
-        super().perform_reduce_grad(grad_scale_factor)
 
     def _whole_backward(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         # A first stage has no input to give a gradient to: torch leaves all of its backward to the weights' half, but
