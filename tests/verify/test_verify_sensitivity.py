@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from verify_jobs import llama_job
 
 from meshwright.parallel import ShardIndex
-from meshwright.verify import Comparison, Observation, Shard
-from meshwright.verify.formats import LARGEST
+from meshwright.verify import Check, Comparison, Observation, Shard, check, formats
+from meshwright.verify.formats import ALL, LARGEST
 from meshwright.verify.sensitivity import exceeds, perturbation, with_sensitivity
 
 
@@ -49,6 +50,30 @@ def test_a_number_that_responds_by_a_hundredth_may_err_by_five_times_as_much(
 def test_what_rounding_could_change_into_anything_has_no_bound() -> None:
     row = Comparison("norm", "step 1", 5.0, 0.01)
     assert bound_of(row, norms=[0.5 * (1 + LARGEST), 4.0]) is None
+
+
+def test_all_parameters_together_may_err_as_far_as_one_run_jumps() -> None:
+    """A clamp that rounding opens in one of three runs changes all gradients at once."""
+    jump = replace(EXACT, gradients={"weight": shard([3.03, 4.04])})
+    row = Comparison("gradient", ALL, 0.05, 0.01)
+    [changed] = with_sensitivity([row], EXACT, [EXACT, jump, EXACT], ())
+    assert changed.bound == pytest.approx(0.0219, rel=0.01)
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_what_three_runs_do_not_explain_is_asked_of_more(monkeypatch: pytest.MonkeyPatch, differs: bool) -> None:
+    asked = []
+
+    def perturbed(self: Check, exact: Observation, samples: range) -> list[Observation]:
+        asked.append(samples)
+        return [exact for _ in samples]
+
+    monkeypatch.setattr(Check, "_perturbed", perturbed)
+    if differs:
+        monkeypatch.setattr(formats, "compare_formats", lambda *_: [Comparison("norm", "step 1", 0.5, 0.01)])
+    verdict = check(llama_job(steps=1, dp_shard=2), "bf16")
+    assert verdict.equal is not differs
+    assert asked == ([range(3), range(3, 24)] if differs else [])
 
 
 def test_weights_results_and_gradients_are_perturbed() -> None:
