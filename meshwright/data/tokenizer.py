@@ -24,6 +24,7 @@ from meshwright.data.tokenizer_limits import (
     is_failure,
     read_settings,
     require_bounded_text,
+    require_bounded_vocabulary,
     total_bytes,
 )
 from meshwright.errors import UserError
@@ -308,8 +309,9 @@ def load_tokenizer(path: Path, named: str | None = None) -> Tokenizer:
     named = named or f"data.tokenizer = {path}"
     try:
         settings = read_settings(text := read_text(path))
+        growth = growth_of(settings)
         inner = tokenizers.Tokenizer.from_str(text)
-        growth = growth_of(inner)
+        require_bounded_vocabulary(inner)
     except IsADirectoryError as error:
         raise UserError(f"{named} is a folder; name the tokenizer.json itself") from error
     except OSError as error:

@@ -55,6 +55,7 @@ CALL_BYTES_PER_S = 50_000
 _UNICODE_GROWTH = {"NFC": 3, "NFD": 3, "NFKC": 11, "NFKD": 11, "Lowercase": 2, "BertNormalizer": 8, "ByteLevel": 2}
 _SHRINKING = ("Strip", "StripAccents", "Nmt")
 _UNKNOWN_GROWTH = 11
+_NO_MODEL = {"type": "WordLevel", "vocab": {}, "unk_token": "?"}
 
 
 class Growth(NamedTuple):
@@ -88,11 +89,13 @@ def read_settings(text: str) -> Settings:
     return settings
 
 
-def growth_of(inner: tokenizers.Tokenizer) -> Growth:
-    """How much longer a tokenizer's normalizers may make a text; a `ValueError` where its steps may go too far."""
-    vocabulary = inner.get_vocab(with_added_tokens=True)
-    _require_short_tokens(vocabulary)
-    _require_one_sequence(inner, max(vocabulary.values(), default=0))
+def growth_of(settings: Settings) -> Growth:
+    """How much longer a tokenizer's normalizers may make a text; a `ValueError` where its steps may go too far.
+
+    Asked before the library reads the file, as it then normalises the names of added tokens. The steps are as the
+    library itself understands them, in a tokenizer without tokens.
+    """
+    inner = tokenizers.Tokenizer.from_str(json.dumps({**settings, "model": _NO_MODEL, "added_tokens": []}))
     pre_tokenizers, decoders = _steps(inner.pre_tokenizer), _steps(inner.decoder)
     _require_growth(prod(map(_pre_tokenizer_growth, pre_tokenizers)), LARGEST_PRE_TOKENIZER_GROWTH, "pre-tokenizers")
     _require_growth(prod(map(_decoder_growth, decoders)), LARGEST_DECODER_GROWTH, "decoders")
@@ -105,7 +108,16 @@ def growth_of(inner: tokenizers.Tokenizer) -> Growth:
     )
     _require_growth(growth.factor, LARGEST_GROWTH, "normalizers")
     _require_growth(growth.factor_in_context, LARGEST_GROWTH_IN_CONTEXT, "Prepend and regular Replace normalizers")
+    added_bytes = int(growth.factor * _bytes_of_texts(settings.get("added_tokens")))
+    _require_at_most(added_bytes, NORMALIZED_BYTES, "its added tokens, normalised, may take")
     return growth
+
+
+def require_bounded_vocabulary(inner: tokenizers.Tokenizer) -> None:
+    """Refuse tokens whose text is no token's, and a template around texts that goes beyond them; a `ValueError`."""
+    vocabulary = inner.get_vocab(with_added_tokens=True)
+    _require_short_tokens(vocabulary)
+    _require_one_sequence(inner, max(vocabulary.values(), default=0))
 
 
 def require_bounded_text(inner: tokenizers.Tokenizer, growth: Growth, text: str) -> None:

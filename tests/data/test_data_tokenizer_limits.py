@@ -98,6 +98,15 @@ def test_a_small_file_that_takes_much_memory_is_refused(tmp_path: Path, section:
         altered(tmp_path, **{section: value})
 
 
+def test_names_of_added_tokens_are_not_normalised_before_the_normalizers_are_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizer_limits, "LARGEST_GROWTH", 10**9)
+    tokens = with_tokens("a" * 4000, special=False, normalized=True)
+    with pytest.raises(UserError, match=r"added tokens, normalised, may take .* 4,194,304 are read"):
+        altered(tmp_path, added_tokens=tokens, normalizer=sequence("normalizers", *[replace("a", "a" * 50)] * 3))
+
+
 def test_a_name_that_comes_twice_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(trained().replace('"normalizer"', '"normalizer": null, "normalizer"'))
     with pytest.raises(UserError, match="'normalizer' twice in one object"):
