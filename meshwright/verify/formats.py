@@ -88,6 +88,8 @@ TENSORS: dict[Kind, str] = {"gradient": "gradients", "update": "updates"}
 ALL = "all parameters"
 HEAD_MULTIPLE = 8
 """Of a head's width and of experts' sides, for the kernels of GPUs."""
+SCORE_MATRICES = ("q", "k", "q_down", "k_rope")
+"""Projections on which only the scores of attention depend."""
 SMOOTH = {"lr": 1e-2, "eps": 1.0}
 FEW_SIGNS = 3
 """Entries of a tensor whose sign may change by chance, however few are expected to."""
@@ -283,11 +285,21 @@ def _sums(job: Job, ranks: list[dict[str, Shard]]) -> list[Comparison]:
     names = dict.fromkeys(name for held in ranks for name in held if name.startswith("layers."))
     # Elsewhere padding may be all that a rank has of a sequence, and its gradient zero.
     parts = job.layout.cp if job.data.packing == "concatenate" else 1
-    for name in (name for name in names if _summands(job, name, parts) > 1):
+    for name in (name for name in names if _summands(job, name, parts) > 1 and not _may_be_idle(job, name)):
         values = torch.cat([held[name].values.flatten() for held in ranks if name in held])
         if any(held[name].values.dim() > 1 for held in ranks if name in held):
             rows.append(Comparison("sum", name, _share_of_narrow(values, DTYPES[job.precision.format]), MOST_NARROW))
     return rows
+
+
+def _may_be_idle(job: Job, name: str) -> bool:
+    """Whether some summands of a matrix may be zero: an extra token has no label at the end of a document, so that of
+    short ones the first token alone has one, which sees nothing but itself and so gives queries and keys no gradient.
+    """
+    if not job.model.extra_tokens:
+        return False
+    _, layer, module, projection, *_ = name.split(".")
+    return int(layer) >= job.model.layers and module == "attention" and projection in SCORE_MATRICES
 
 
 def _share_of_narrow(values: Tensor, dtype: torch.dtype) -> float:

@@ -109,6 +109,15 @@ def test_a_head_in_fp8_is_one_more_product(monkeypatch: Patch) -> None:
     assert {"loss", "norm", "gradient"} <= wrong(broke)
 
 
+def test_sums_of_scores_of_extra_tokens_are_not_judged() -> None:
+    """In documents of three tokens only the first has a label two tokens on, and it sees itself alone."""
+    job = job_of(dp_shard=2).model_dump()
+    job["model"]["extra_tokens"], job["model"]["tied"] = 1, False
+    sums = {row.name for row in check(Job.model_validate(job), "bf16").rows if row.kind == "sum"}
+    assert {"layers.1.attention.q.weight", "layers.2.attention.v.weight", "layers.2.joined.weight"} <= sums
+    assert not {"layers.2.attention.q.weight", "layers.2.attention.k.weight"} & sums
+
+
 def test_gradients_in_16_bits_are_judged_without_asking_for_sums_in_32() -> None:
     verdict = check(job_of(gradients="bf16", dp_shard=2, zero=2), "bf16")
     assert verdict.ok and set(largest_shares(verdict)) == {"loss", "norm", "gradient", "update"}
