@@ -1,5 +1,6 @@
 """Tokenizers of strangers: bounded memory and time, panics as sentences, and no control token out of anybody's text."""
 
+import base64
 import json
 import os
 import signal
@@ -251,3 +252,17 @@ def test_a_character_that_becomes_a_control_token_is_refused(tmp_path: Path) -> 
     for encode in (tokenizer.encode, tokenizer.encode_rendered):
         with pytest.raises(UserError, match=r"control token '<\|im_end\|>' out of the text 'a § b'"):
             encode("a § b")
+
+
+@pytest.mark.parametrize(("longest", "factor"), [(33, 132), (300, None)])
+def test_the_longest_text_in_a_table_of_characters_counts(longest: int, factor: int | None) -> None:
+    # As SentencePiece writes it: the size of a trie, the trie, and texts that end with a zero.
+    table = (1024).to_bytes(4, "little") + bytes(1024) + b"abc\0" + b"x" * longest + b"\0"
+    step = {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(table).decode()}
+    normalizer = sequence("normalizers", step, replace(" {2,}", "▁", "Regex"))  # as T5's
+    settings = {**json.loads(trained()), "normalizer": normalizer}
+    if factor is not None:
+        assert tokenizer_limits.growth_of(settings).factor == factor
+        return
+    with pytest.raises(ValueError, match="normalizers may make a text 1,200 times as long"):
+        tokenizer_limits.growth_of(settings)
