@@ -7,7 +7,10 @@ state of the weights.
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
 
 from meshwright.data import Loader, Step, StreamLoader
 from meshwright.job import Job
@@ -34,6 +37,14 @@ def windows(job: Job, done: int = 0) -> Iterator[range]:
             first = step + 1
 
 
+@dataclass(frozen=True)
+class _Finished:
+    """A step's numbers, and the tokens that its stages' routers counted."""
+
+    numbers: StepNumbers
+    counts: list[float]
+
+
 class AsynchronousTrainer(Trainer):
     """One stage's run; a step's row is written when its backward reaches rank 0, the last one."""
 
@@ -54,9 +65,11 @@ class AsynchronousTrainer(Trainer):
             self._record_versions()
         return self.outcome
 
-    def _run_window(self, window: range, data: Iterator[Step]) -> list[StepNumbers]:
-        """This stage's part of some steps; on ranks other than 0, losses and norms lack the stages before."""
-        steps, waits_s = list[StepNumbers](), dict[int, float]()
+    def _run_window(self, window: range, data: Iterator[Step]) -> list[_Finished]:
+        """This stage's part of some steps; on ranks other than 0, losses, norms and counts lack the stages before."""
+        if self.expert_load is not None:
+            self.engine.counted = self.expert_load.take().numel()
+        steps, waits_s, counts = list[_Finished](), dict[int, float](), dict[int, Tensor | None]()
         ended = time.perf_counter()
         for kind, step in self.engine.actions(window):
             if kind is Kind.FORWARD:
@@ -64,20 +77,23 @@ class AsynchronousTrainer(Trainer):
                 given, waits_s[step] = self._next(data)
                 self.activity.at("forward")
                 self.engine.forward(given, step)
+                counts[step] = None if self.expert_load is None else self.expert_load.take()
                 continue
-            loss, norm, rate = self._backward_and_update(step)
+            loss, norm, rate, counted = self._backward_and_update(step, counts.pop(step))
             began, ended = ended, time.perf_counter()
-            steps.append(StepNumbers(step, loss, norm, rate, waits_s.pop(step), ended - began))
+            numbers = StepNumbers(step, loss, norm, rate, waits_s.pop(step), ended - began)
+            steps.append(_Finished(numbers, counted))
             if self.world.rank == 0:
-                self._record(steps[-1])
+                self._record(numbers, self._load_row(counted, step))
         return steps
 
-    def _backward_and_update(self, step: int) -> tuple[float, float, float]:
-        """The step's loss, the gradient norm of this and all later stages, and the rate of this stage's update."""
+    def _backward_and_update(self, step: int, counts: Tensor | None) -> tuple[float, float, float, list[float]]:
+        """The step's loss, the gradient norm of this and all later stages, the rate of this stage's update, and what
+        experts of these stages were counted."""
         self.activity.at("backward")
         rate = learning_rate(self.job, step)
         set_learning_rate(self.optimizer, rate)
-        result = self.engine.backward(step)
+        result = self.engine.backward(step, counts)
         # The norm over all stages would be known only after waiting for every one of them.
         clip_gradients(self.weights.masters.values(), math.sqrt(result.own_squares), self.job.optimizer.clip)
         norm = math.sqrt(result.squares)
@@ -85,20 +101,30 @@ class AsynchronousTrainer(Trainer):
         if self._may_update(step, result.loss, norm, self.position - ahead * self.job.batch.global_batch):
             self.weights.update(self.optimizer)
         self.weights.zero_gradients()
-        return result.loss, norm, rate
+        return result.loss, norm, rate, result.counts
 
-    def _agree(self, steps: list[StepNumbers], stop: Callable[[], bool]) -> bool:
-        """Send rank 0's losses and norms to the others, which record them; true if some rank was asked to stop."""
+    def _load_row(self, counts: list[float], step: int) -> dict[str, float]:
+        """The load of experts as metrics, of what all stages counted."""
+        if self.expert_load is None:
+            return {}
+        shape = self.expert_load.preference_LN.shape
+        return self._loads(self.expert_load.load_of(torch.tensor(counts).long().view(shape[0], shape[1] + 1)), step)
+
+    def _agree(self, steps: list[_Finished], stop: Callable[[], bool]) -> bool:
+        """Send rank 0's numbers to the others, which record them; true if some rank was asked to stop."""
         self.activity.at("sum of losses and norms over all stages")
         leads = self.world.rank == 0
-        report = [value for numbers in steps for value in (numbers.loss, numbers.norm)]
+        report = [value for step in steps for value in (step.numbers.loss, step.numbers.norm, *step.counts)]
         sums = self.world.sum_over_world([*self._ballot(), *(report if leads else [0.0] * len(report)), float(stop())])
         ballots, known, stopping = sums[:3], sums[3:-1], sums[-1]
         if self.saver is not None:
             self.saver.count(ballots)
         if not leads:
-            for numbers, loss, norm in zip(steps, known[::2], known[1::2], strict=True):
-                self._record(replace(numbers, loss=loss, norm=norm))
+            width = 2 + self.engine.counted
+            for number, step in enumerate(steps):
+                loss, norm, *counts = known[number * width : (number + 1) * width]
+                numbers = replace(step.numbers, loss=loss, norm=norm)
+                self._record(numbers, self._load_row(counts, numbers.step))
         return stopping > 0
 
     def _record_versions(self) -> None:

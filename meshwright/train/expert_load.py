@@ -70,6 +70,19 @@ class ExpertLoad:
 
         All ranks call this together.
         """
+        counted = self.take()
+        if self._world.size > 1:
+            dist.all_reduce(counted)
+        if updated and self._experts.balance_rate and not self._frozen:
+            tokens_LN = counted[self._dense :, :-1]
+            behind = torch.sign(tokens_LN.double().mean(1, keepdim=True) - tokens_LN).to(self.preference_LN.dtype)
+            self.preference_LN[self._dense :] += self._experts.balance_rate * behind
+            self.prefer(self.preference_LN)
+        return self.load_of(counted.cpu())
+
+    def take(self) -> Tensor:
+        """What this rank's routers counted since the last time: every layer's tokens of each expert, and the dropped
+        ones."""
         layers, count = self.preference_LN.shape
         counted = torch.zeros(layers, count + 1, dtype=torch.int64, device=self._world.device)
         for layer, router in self._routers:
@@ -77,14 +90,12 @@ class ExpertLoad:
             counted[layer, count] += router.dropped
             router.load.zero_()
             router.dropped.zero_()
-        if self._world.size > 1:
-            dist.all_reduce(counted)
-        tokens_LN, dropped_L = counted[self._dense :, :count], counted[self._dense :, count]
-        if updated and self._experts.balance_rate and not self._frozen:
-            behind = torch.sign(tokens_LN.double().mean(1, keepdim=True) - tokens_LN).to(self.preference_LN.dtype)
-            self.preference_LN[self._dense :] += self._experts.balance_rate * behind
-            self.prefer(self.preference_LN)
-        return Load(tokens_LN.cpu(), None if self._experts.capacity is None else dropped_L.cpu())
+        return counted
+
+    def load_of(self, counted: Tensor) -> Load:
+        """The load, of what all ranks counted."""
+        tokens_LN, dropped_L = counted[self._dense :, :-1], counted[self._dense :, -1]
+        return Load(tokens_LN, None if self._experts.capacity is None else dropped_L)
 
     def prefer(self, preference_LN: Tensor) -> None:
         """Set the preferences of all routers."""

@@ -14,7 +14,7 @@ from meshwright.layout import ranks_of, require_layout
 from meshwright.parallel import PipeDream
 from meshwright.parallel.pipelining.pipedream import Version, VersionedWeights
 from meshwright.train import asynchronous
-from meshwright.verify import Verdict, check, compare, shrink
+from meshwright.verify import Verdict, check, compare, load_matrix, shrink
 from meshwright.verify.check import reference
 
 Patch = pytest.MonkeyPatch
@@ -133,3 +133,10 @@ def test_a_shrunk_job_stays_one_that_can_be_stale(pp: int, layers: int) -> None:
     assert small.layout.schedule == "pipedream" and small.layout.pp > 1 and small.accumulation == 1
     assert small.run.steps > small.evaluation.every_steps > small.layout.pp
     assert any(change.text.startswith("reference: one process with the same staleness") for change in changes)
+
+
+def test_the_load_of_experts_is_counted_by_all_stages() -> None:
+    job = next(line.job for line in load_matrix() if line.name == "moe, untied · pp 2, pipedream")
+    verdict = check(job)
+    metrics = {row.name.partition(",")[0] for row in verdict.rows if row.kind == "metric" and row.ok}
+    assert verdict.equal and metrics >= {"expert_entropy", "expert_imbalance", "idle_experts"}

@@ -61,12 +61,13 @@ class VersionedWeights(WholeWeights):
 
 @dataclass(frozen=True)
 class StageResult:
-    """What a backward reports: the step's loss, and squared gradient norms of this stage and of it with all after
-    it."""
+    """What a backward reports: the step's loss, squared gradient norms of this stage and of it with all after it, and
+    the sum of these stages' counts."""
 
     loss: float
     own_squares: float
     squares: float
+    counts: list[float]
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,8 @@ class PipeDream:
         self, job: Job, world: World, model: nn.Module, weights: VersionedWeights, compute: torch.dtype
     ) -> None:
         self.weights = weights
+        self.counted = 0
+        """How many counts of a step are summed over the stages, beside its loss and norm."""
         self.modules: list[nn.Module] = [_Newest(model, weights)]
         self._model, self._device = model, world.device
         self._inputs = Inputs(job, world)
@@ -119,7 +122,7 @@ class PipeDream:
             self._from_previous.expect(hidden)
         elif action.kind is Kind.BACKWARD and not self._last:
             self._from_next.expect(hidden)
-            self._from_next.expect(torch.empty(2, dtype=torch.float64, device=self._device))
+            self._from_next.expect(torch.empty(2 + self.counted, dtype=torch.float64, device=self._device))
 
     def forward(self, data: Step, step: int) -> None:
         """The step's mini-batch through this stage with the newest weights, and on to the next stage."""
@@ -131,8 +134,9 @@ class PipeDream:
             self._to_next.send(result)
         self._in_flight[step] = _Flight(version, given, result)
 
-    def backward(self, step: int) -> StageResult:
-        """The step's gradients with the weights its forward saw; afterwards the masters have them."""
+    def backward(self, step: int, counts: Tensor | None = None) -> StageResult:
+        """The step's gradients with the weights its forward saw; afterwards the masters have them. `counts` are this
+        stage's."""
         flight = self._in_flight.pop(step)
         parameters = list(flight.version.tensors.values())
         sources = parameters if self._first else [*parameters, flight.given]
@@ -143,20 +147,22 @@ class PipeDream:
         for master, gradient in zip(self.weights.masters.values(), gradients[: len(parameters)], strict=True):
             master.grad = None if gradient is None else gradient.to(master.dtype)
         self.weights.collect_gradients()
-        return self._report(flight.result)
+        return self._report(flight.result, counts)
 
-    def _report(self, result: Tensor) -> StageResult:
+    def _report(self, result: Tensor, counts: Tensor | None) -> StageResult:
         """This stage's numbers with those of the stages after it, passed to the one before."""
         own = self.weights.square_sum()
         totals = torch.stack([result.detach().double() if self._last else torch.zeros_like(own), own])
+        if counts is not None:
+            totals = torch.cat((totals, counts.flatten().double()))
         if not self._last:
             totals += self._from_next.take()
         if not self._first:
             self._to_previous.send(totals)
-        loss, squares = totals.tolist()
+        loss, squares, *counted = totals.tolist()
         if not totals.isfinite().all():
             self._to_previous.flush()  # this rank may be about to stop, and earlier ones must know why
-        return StageResult(loss, float(own), squares)
+        return StageResult(loss, float(own), squares, counted)
 
     def held_out(self, batches: Sequence[Batch]) -> list[Tensor]:
         """The loss sums of some batches with the newest weights, on the last rank; only while nothing is in flight."""
