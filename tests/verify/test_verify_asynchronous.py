@@ -108,8 +108,8 @@ def test_a_forward_with_a_version_too_old(monkeypatch: Patch) -> None:
 def test_clipping_by_more_than_the_stage_s_own_norm(monkeypatch: Patch) -> None:
     backward = PipeDream.backward
 
-    def by_all_after(self: PipeDream, step: int) -> Any:
-        result = backward(self, step)
+    def by_all_after(self: PipeDream, *given: Any) -> Any:
+        result = backward(self, *given)
         return replace(result, own_squares=result.squares)
 
     verdict = broken(stale_job(), lambda: monkeypatch.setattr(PipeDream, "backward", by_all_after))
