@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 from command import Cli, CommandResult
 
@@ -17,6 +18,9 @@ from command import Cli, CommandResult
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Tests have cache folders of their own, but share what is compiled.
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / "meshwright-tests-compiled"))
+# A busy machine draws slowly and computes late; neither is a fault of what is tested.
+hypothesis.settings.register_profile("no clock", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("no clock")
 gc.disable()  # until all tests are collected, see below
 
 

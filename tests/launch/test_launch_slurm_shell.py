@@ -25,7 +25,9 @@ def site(**fields: object) -> Site:
     return Site.model_validate({"name": "x", "title": "x", "gpus_per_node": 2, "python": "mw", **fields})
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(hostile, hostile, hostile, st.sampled_from([1, 2]), st.booleans())
 def test_no_string_becomes_a_command(
     tmp_path_factory: pytest.TempPathFactory, folder: str, asked: str, prompt: str, ranks: int, per_rank: bool
