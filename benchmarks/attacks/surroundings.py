@@ -88,6 +88,8 @@ def _closed_pipe(seed: str, folder: Path) -> None:
         main()
     except SystemExit as stop:
         code = stop.code
+    for stream in streams:  # a reader that wants more than there is waits for the end of the pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
     os.waitpid(process, 0)
     if code:
         raise InternalError(f"the command ended with {code}")
