@@ -103,6 +103,8 @@ def _selective_contexts(last: int, ranks: Container[int]) -> Any:
     seen: Counter[bool] = Counter()
 
     def decide(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if str(operation).endswith(".out"):  # compiled parts of a block write products into memory that they use again
+            return CheckpointPolicy.PREFER_RECOMPUTE
         name = _name(operation)
         if name in PROJECTIONS and isinstance(args[-1], Tensor) and any(side in ranks for side in args[-1].shape):
             return CheckpointPolicy.PREFER_RECOMPUTE

@@ -2,6 +2,7 @@
 
 import time
 from collections import Counter
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -33,7 +34,7 @@ from meshwright.layout import rules as layout
 from meshwright.layout.budget import ORDER, BlockBytes, Counts, StageBytes, cheapest, least_bytes, peak_bytes, work
 from meshwright.model import Decoder, Draws, initialise
 from meshwright.parallel import build, join_world
-from meshwright.parallel.recompute import apply_recompute
+from meshwright.parallel.recompute import _recomputing, _selective_contexts, apply_recompute
 from meshwright.verify import check, run_ranks, shrink
 from meshwright.verify.documents import unequal_corpus
 from meshwright.verify.ranks import RankError
@@ -388,3 +389,34 @@ def test_the_least_budget_named_is_enough() -> None:
     require_layout(make_job({"budget_gib": named}), 1)
     with pytest.raises(UserError):
         require_layout(make_job({"budget_gib": 0.98 * named}), 1)
+
+
+class ProductInReusedMemory(torch.autograd.Function):
+    """As compiled code computes a product: into memory that it uses again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(weight)
+        memory = torch.empty(len(x), weight.shape[1])
+        torch.mm(x, weight, out=memory)
+        result = 2 * memory
+        memory.zero_()
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return 2 * gradients[0] @ ctx.saved_tensors[0].T, None
+
+
+def test_products_in_memory_that_is_used_again_are_recomputed() -> None:
+    weight = torch.randn(3, 3)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return ProductInReusedMemory.apply(x.sin(), weight).sin()
+
+    gradients = []
+    for run in (forward, _recomputing(forward, {"context_fn": partial(_selective_contexts, 0, ())})):
+        x = torch.linspace(0, 1, 6).view(2, 3).requires_grad_()
+        run(x).sum().backward()
+        gradients.append(x.grad)
+    torch.testing.assert_close(gradients[0], gradients[1])
