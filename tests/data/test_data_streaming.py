@@ -164,7 +164,7 @@ def test_a_stream_that_cannot_be_read_is_refused(data: Data, tmp_path: Path, flo
     with pytest.raises(UserError, match=r"has 300 entries but model\.vocab_size = 299"):
         open_flow(data, 299)
     for fields in ({"packing": "best-fit"}, {"join": "id"}, {"format": "conversations"}):
-        with pytest.raises(ValueError, match=r"data\.stream reads plain text sequentially"):
+        with pytest.raises(ValueError, match=r"data\.stream = true reads plain text sequentially"):
             Data(stream=True, **fields)
 
 
