@@ -237,9 +237,18 @@ def test_a_worker_that_raises_is_named_and_the_rest_ended(corpus):
     assert multiprocessing.active_children() == []
 
 
+class Stuck(RunningWindows):
+    """Windows of which one in the second step never comes."""
+
+    def read(self, window):
+        if window == stream_of(self.store).place(5)[1]:
+            signal.pause()
+        return super().read(window)
+
+
 def test_a_worker_that_never_answers_is_given_up(corpus, monkeypatch):
     monkeypatch.setattr(readers, "STUCK_S", 0.5)
-    loader = Loader(Stream([Slow(corpus.train, S, True)], 5), global_batch=4, workers=2, prefetch=1)
+    loader = Loader(Stream([Stuck(corpus.train, S, True)], 5), global_batch=4, workers=2, prefetch=1)
     with pytest.raises(
         WorkerDied, match=r"^data worker . of 2 .* gave nothing for 0\.5 s; see what keeps it .*--resume"
     ):

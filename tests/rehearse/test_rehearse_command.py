@@ -116,6 +116,12 @@ sequence_length = 64
 global_batch = 4
 micro_batch = 1
 
+[precision]
+compute = "fp32"
+
+[run]
+compile = false
+
 [layout]
 pp = 2
 dp_shard = 2
