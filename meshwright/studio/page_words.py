@@ -43,6 +43,7 @@ _WORDS = (
     (r"--cluster 1x(\d+)x[\w-]+", r"\1 GPUs in a node", None),
     (r"--cluster (\d+)x(\d+)x[\w-]+", r"\1 nodes with \2 GPUs each", None),
     (r"name one of (\d+) with --cluster or change the layout", r"choose \1 GPUs or another layout", None),
+    (r"--set model\.adapter\.(\w+)=(\w+)", r"\1 \2", None),
     (r"\bmodel\.preset\b", LABELS["model"], "model"),
     (r"\bmax_sequence_length\b", "longest sequence", None),
 )

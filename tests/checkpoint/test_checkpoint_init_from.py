@@ -148,7 +148,7 @@ def test_a_folder_without_all_weights_stops_a_run_before_it_begins(cli, folders:
     shard.write_bytes(shard.read_bytes()[:-8])
     job = _written(tmp_path, torn, "")
     for nproc in ([], ["--nproc", "2", "--set", "layout.tp=2"]):
-        told = cli("train", str(job), "--set", "run.folder=run", *nproc)
+        told = cli("train", str(job), "--set", "run.folder=run", "--set", 'data.sources=["builtin:synthetic"]', *nproc)
         assert told.code == 2 and shard.name in told.err and len(told.err.strip().splitlines()) == 1
         assert not (tmp_path / "run").exists()
 

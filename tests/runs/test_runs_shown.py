@@ -15,6 +15,7 @@ from rich.console import Console
 import meshwright
 from meshwright.data import IGNORE, Shown, tones_corpus
 from meshwright.data.batch import stack_samples
+from meshwright.data.media.container import FORMATS
 from meshwright.data.tones import RATE, WORDS, ToneWindows, tones_tokenizer
 from meshwright.job import load_job
 from meshwright.launch.worker import run_job
@@ -257,12 +258,16 @@ def test_pictures_and_films_share_a_prompt(watcher: Path, tmp_path: Path) -> Non
         ("listener", ["--video", "low.wav"], "run reads no film, since it has no model.vision; leave out --video"),
         ("listener", ["--audio", "none.wav"], "--audio none.wav cannot be read (No such file or directory); correct"),
         ("listener", ["--audio", "empty.wav"], "--audio empty.wav has no bytes; give another sound"),
-        ("listener", ["--audio", "chat.jinja"], "--audio chat.jinja is no sound in a known format; give another sound"),
+        (
+            "listener",
+            ["--audio", "chat.jinja"],
+            f"chat.jinja is no sound in a known format; those are {FORMATS}",
+        ),
         ("listener", ["--audio", "."], "--audio . cannot be read (Is a directory); correct the path"),
         ("listener", ["--prompt", "<audio>"], "the prompt has 1 <audio> and --audio names 0 sounds; give one for each"),
         ("watcher", ["--audio", "red.mkv"], "run reads no sound, since it has no model.audio; leave out --audio"),
         ("watcher", ["--video", "empty.wav"], "--video empty.wav has no bytes; give another film"),
-        ("watcher", ["--video", "text.mkv"], "--video text.mkv is no film in a known format; give another film"),
+        ("watcher", ["--video", "text.mkv"], f"text.mkv is no film in a known format; those are {FORMATS}"),
         (
             "watcher",
             ["--prompt", "<video> <video>", "--video", "red.mkv"],

@@ -119,8 +119,8 @@ def _count_versions_in_memory(training: Any) -> None:
     # What the process that forked this rank had left lying around is not this run's.
     strangers = alike() - {t.data_ptr() for t in training.weights.newest.tensors.values()}
 
-    def counting(step: int) -> Any:
-        result = update(step)
+    def counting(step: int, counts: Any) -> Any:
+        result = update(step, counts)
         if step in (2, training.job.run.steps):
             counted.append(len(alike() - strangers - {master.data_ptr()}))
         return result
@@ -151,9 +151,9 @@ def test_it_learns_over_a_long_window_and_messages_do_not_pile_up() -> None:
         outboxes = (training.engine._to_next, training.engine._to_previous)
         training.recorder.waiting = []
         record = training._record
-        training._record = lambda numbers: (
+        training._record = lambda *row: (
             training.recorder.waiting.append(max(len(box._under_way) for box in outboxes)),
-            record(numbers),
+            record(*row),
         )
 
     [(memory, _, _), _] = train(job(steps=60), watch)
