@@ -67,7 +67,7 @@ class Tokenizer:
     """Encodes documents (names of special tokens in them are text too) and prompts, and decodes tokens."""
 
     def __init__(self, inner: tokenizers.Tokenizer, end_of_text: int, growth: Growth | None = None) -> None:
-        """`growth` is that of a stranger's normalizers; a tokenizer made here has none."""
+        """`growth` is what untrusted normalizers may add to a text; a tokenizer trained here has none."""
         self._inner = inner
         self._growth = growth
         self._inner.no_truncation()
@@ -138,7 +138,7 @@ class Tokenizer:
             ]
             if not faked:
                 return encodings
-            # Of what comes from one character, it is the text beside it that a cut can take away.
+            # Of what comes from one character, it is the text next to it that a cut can take away.
             cuts = {cut for _, start, stop in faked for cut in ([start + 1] if stop - start > 1 else [start, stop])}
             if cuts.issubset(bounds):
                 break
@@ -180,7 +180,7 @@ class Tokenizer:
         return named
 
     def _is_not_its_name(self, token: int, source: str) -> bool:
-        # Some special tokens take the white space beside them.
+        # Some special tokens take the white space around them.
         return source.strip() != self._control[token].strip()
 
     def encode_prompt(self, text: str) -> list[int]:
@@ -193,7 +193,7 @@ class Tokenizer:
         return ids if ids[:1] == with_beginning[:1] else with_beginning
 
     def _call(self, encode: Callable[[], list[tokenizers.Encoding]], texts: Sequence[str]) -> list[tokenizers.Encoding]:
-        """The encodings of texts, with a time limit where the tokenizer may be a stranger's."""
+        """The encodings of texts, with a time limit where the tokenizer is not trusted."""
         _note_threads()
         sample = texts[0] if texts else ""
         if self._growth is None:

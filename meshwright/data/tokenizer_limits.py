@@ -1,4 +1,4 @@
-"""Bounds on what a stranger's tokenizer.json may take: memory for its tables and for the texts it makes longer; time.
+"""Bounds on what an untrusted tokenizer.json may take: memory for its tables and for the texts it makes longer; time.
 
 The library bounds nothing: a few `Replace` steps make gigabytes of ten characters, a regular expression may search for
 hours, and what its Rust code cannot bear is a panic, which is no `Exception`. Three bounds answer that:

@@ -112,6 +112,15 @@ class Data(Section):
         return self
 
     @model_validator(mode="after")
+    def _sources_are_named(self) -> Self:
+        if not all(source.strip() for source in self.sources):
+            raise ValueError(
+                "data.sources has an empty name, which would stand for the working directory; remove it, or write "
+                '"." for that folder'
+            )
+        return self
+
+    @model_validator(mode="after")
     def _weights_fit(self) -> Self:
         if self.join is not None and (self.weights is not None or self.format != "text"):
             other = "data.weights" if self.weights is not None else f'data.format = "{self.format}"'

@@ -288,7 +288,16 @@ def _validate(merged: Table, origins: dict[str, str], path: Path) -> Job:
         return Job.model_validate_json(text, strict=True)
     except ValidationError as error:
         sentences = [_sentence(dict(problem), origins, path) for problem in error.errors()]
-        raise UserError("\n".join(dict.fromkeys(sentences))) from None
+        raise UserError("\n".join(_joined(sentences))) from None
+
+
+def _joined(sentences: Iterable[str]) -> list[str]:
+    """The sentences, those about what else one value may be as a single one."""
+    joined: dict[str, str] = {}
+    for sentence in sentences:
+        problem, _, expectation = sentence.partition("; it should be ")
+        joined[problem] = f"{joined[problem]}, or {expectation}" if expectation and problem in joined else sentence
+    return list(joined.values())
 
 
 def _sentence(problem: dict[str, Any], origins: dict[str, str], path: Path) -> str:
@@ -346,6 +355,8 @@ def _shortened(text: str) -> str:
 
 def _expectation(problem: dict[str, Any]) -> str:
     message = str(problem["msg"])
+    if problem["type"] == "bool_type":
+        return "it should be true or false"
     if problem["type"] == "too_short":
         return f"it needs at least {problem['ctx']['min_length']} item"
     if message.startswith("Input should be "):

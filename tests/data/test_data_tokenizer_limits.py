@@ -151,7 +151,7 @@ def test_what_the_library_cannot_bear_is_a_sentence(tmp_path: Path) -> None:
 
 
 def test_a_forked_child_can_encode_after_its_parent_decoded(tmp_path: Path) -> None:
-    # In a process of its own, since the library's thread pool starts once, and a fork may use it only if it has not.
+    # In a new process, since the library's thread pool starts once, and a fork may use it only if it has not.
     altered(tmp_path, decoder=replace("h+", "h", "Regex"))
     program = f"""
 import os

@@ -108,6 +108,12 @@ def test_a_recipe_is_found_by_name() -> None:
         ('[model]\npreset = "llama-3.2-2b"', [], "did you mean llama-3.2-1b"),
         ("[model\n", [], "not valid TOML"),
         ("[optimizer]\nbetas = [2.0, 0.9]", [], "optimizer.betas = 2.0 is not allowed; it should be less than 1"),
+        (
+            '[run]\ncompile = "yes"',
+            [],
+            "run.compile = \"yes\" is not allowed; it should be true or false, or 'auto'",
+        ),
+        ('[data]\nsources = ["texts", " "]', [], "data.sources has an empty name, which would stand for the working"),
         ("[data]\nsources = []", [], "data.sources = [] is not allowed; it needs at least 1 item"),
         ("[data]\nweights = [1, 2]", [], "data.weights has 2 entries for 1 data.sources; give one for each"),
         ("[data]\nweights = [-1.0]", [], "data.weights = [-1.0] must be 0 or more and not all 0; correct them"),

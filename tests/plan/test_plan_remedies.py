@@ -1,4 +1,4 @@
-"""What a plan offers where nothing fits: each with numbers of its own search, and each of them fits."""
+"""What a plan offers where nothing fits: each was searched for, has figures and fits."""
 
 import re
 from typing import Any

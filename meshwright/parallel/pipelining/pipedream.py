@@ -87,7 +87,7 @@ class PipeDream:
     ) -> None:
         self.weights = weights
         self.counted = 0
-        """How many counts of a step are summed over the stages, beside its loss and norm."""
+        """How many counts of a step are summed over the stages, in addition to its loss and norm."""
         self.modules: list[nn.Module] = [_Newest(model, weights)]
         self._model, self._device = model, world.device
         self._inputs = Inputs(job, world)
