@@ -42,6 +42,8 @@ MOST_SAMPLES = 24
 of six runs is seen in this many 99 times of 100."""
 JUMP = 4.0
 """Times the usual response of all parameters together from which one is a jump."""
+JUMP_OF_A_NUMBER = 8.0
+"""The same for a number, whose responses are normally distributed: one is that far out in less than one of 10⁶ runs."""
 ROUNDINGS_PER_PERTURBATION = 18 / 15
 """A block's results that are changed: two norms, projection, attention, feed-forward (each with its last projection),
 its first projection and the block itself, beside 6 weights."""
@@ -143,8 +145,10 @@ def _response_of_tensors(row: Comparison, exact: Observation, perturbed: Sequenc
 
 
 def _response_of_number(row: Comparison, exact: Observation, perturbed: Sequence[Observation], floor: float) -> float:
-    """The change of a step's or an evaluation's number, relative to it: the root of the mean square."""
+    """The change of a step's or an evaluation's number, relative to it: the root of the mean square, or a jump."""
     series, position = SERIES[row.kind], int(row.name.rpartition(" ")[2]) - 1
     expected: float = getattr(exact, series)[position]
     squares = [(getattr(seen, series)[position] - expected) ** 2 for seen in perturbed]
-    return math.sqrt(sum(squares) / len(perturbed)) / max(abs(expected), floor)
+    if max(squares) > JUMP_OF_A_NUMBER**2 * median(squares):
+        squares = [max(squares)]
+    return math.sqrt(sum(squares) / len(squares)) / max(abs(expected), floor)

@@ -60,6 +60,14 @@ def test_all_parameters_together_may_err_as_far_as_one_run_jumps() -> None:
     assert changed.bound == pytest.approx(0.0219, rel=0.01)
 
 
+@pytest.mark.parametrize(("runs", "allowed"), [([4.0001, 4.0002, 4.02], 0.0281), ([4.01, 4.02, 4.02], 0.0243)])
+def test_a_number_may_err_as_far_as_one_run_jumps(runs: list[float], allowed: float) -> None:
+    """A clamp that rounding opens in one of three runs; in the second case all three respond nearly alike."""
+    row = Comparison("norm", "step 1", 0.05, 0.01)
+    [changed] = with_sensitivity([row], replace(EXACT, norms=[4.0]), [replace(EXACT, norms=[n]) for n in runs], ())
+    assert changed.bound == pytest.approx(allowed, rel=0.01)
+
+
 @pytest.mark.parametrize("differs", [False, True])
 def test_what_three_runs_do_not_explain_is_asked_of_more(monkeypatch: pytest.MonkeyPatch, differs: bool) -> None:
     asked = []
