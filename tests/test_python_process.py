@@ -126,3 +126,41 @@ def test_no_other_file_starts_python() -> None:
         path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py") if "sys.executable" in path.read_text()
     }
     assert named == {"python_process.py", "hardware/doctor.py"}  # the latter prints it
+
+
+TORCH = "import os; print(os.environ.get('OMP_WAIT_POLICY'), flush=True); os._exit(0)\n"
+"""A torch that prints how OpenMP's threads would wait, which the real one's OpenMP reads when it is loaded."""
+PROGRAM = "import meshwright; meshwright.verify"
+STARTS = [
+    ["-m", "meshwright", "train", "demo"],
+    ["-m", "meshwright.launch.elastic"],
+    ["-c", PROGRAM],
+    ["-c", apart._PROGRAM],
+]
+WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+
+
+def wait_policy(folder: Path, start: list[str], variables: dict[str, str]) -> str:
+    """What OMP_WAIT_POLICY is at the moment when a Python process imports torch."""
+    (folder / "torch.py").write_text(TORCH)
+    path = os.pathsep.join([str(folder), str(PACKAGE.parent)])
+    environment = {name: value for name, value in os.environ.items() if name not in WAITING}
+    environment |= {"PYTHONPATH": path, "XDG_CACHE_HOME": str(folder)} | variables
+    done = subprocess.run(python_command(*start), env=environment, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize("start", STARTS, ids=["command", "module", "program", "rehearsal"])
+def test_threads_that_wait_sleep_from_the_moment_torch_is_loaded(start: list[str], tmp_path: Path) -> None:
+    assert wait_policy(tmp_path, start, {}) == "PASSIVE"
+
+
+@pytest.mark.parametrize(
+    ("variables", "policy"),
+    [({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE"), ({"GOMP_SPINCOUNT": "1000"}, "None"), ({"KMP_BLOCKTIME": "1"}, "None")],
+)
+def test_how_threads_wait_is_the_users_if_they_have_set_it(
+    variables: dict[str, str], policy: str, tmp_path: Path
+) -> None:
+    assert wait_policy(tmp_path, ["-c", PROGRAM], variables) == policy
