@@ -1,5 +1,5 @@
-# Two commands from a bare checkout: make demo, make test. Both set up .venv first. `make test TORCH=2.15.0` tests with
-# another torch release, in an environment of its own.
+# Two commands from a bare checkout: make demo, make test. Both set up .venv first, the demo without what only tests need.
+# `make test TORCH=2.15.0` tests with another torch release, in an environment of its own.
 .PHONY: setup demo test lint types unit wheel nightly site refresh-docs clean
 export TORCH
 VENV := .venv$(addprefix -torch-,$(TORCH))
@@ -10,9 +10,10 @@ WORKERS ?= $(shell n=$$(( $$(nproc) * 3 / 2 )); echo $$(( n < 2 ? 2 : n > 6 ? 6 
 unexport PYTHONDONTWRITEBYTECODE
 
 setup:
-	@scripts/setup
+	@scripts/setup --dev
 
-demo: setup
+demo:
+	@scripts/setup
 	$(VENV)/bin/meshwright train demo
 
 test: setup
