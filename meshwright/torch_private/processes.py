@@ -36,6 +36,18 @@ def gloo_group(store: Any, rank: int, size: int, timeout: timedelta) -> dist.Pro
     return group
 
 
+def name_gloo_ranks(size: int) -> None:
+    """Tell gloo's part of the world its ranks, which torch before 2.15 does only for a process's first group of gloo.
+
+    A later world that is split reads past the end of an empty list, and the process dies of SIGSEGV.
+    """
+    world: Any = c10d._get_default_group()
+    for device in world._device_types:
+        backend = world._get_backend(device)
+        if isinstance(backend, dist.ProcessGroupGloo):
+            backend.options.global_ranks_in_group = list(range(size))
+
+
 def replace_group_maker(around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Wrap the function with which torch creates every process group from now on."""
     c10d._new_process_group_helper = around(c10d._new_process_group_helper)

@@ -143,6 +143,20 @@ def test_nccl_accepts_messages_to_the_same_rank_and_refuses_what_it_cannot_reduc
         assert outcome.accepted == 1 and len(outcome.refused) == 1 and "int16" in outcome.refused[0].lower()
 
 
+def split_a_later_world() -> int:
+    one_rank: Any = import_module("meshwright.verify.collectives.one_rank")
+    dist.destroy_process_group()  # torch before 2.15 tells only the first of gloo's groups its ranks
+    with one_rank._alone("gloo", torch.device("cpu"), eager=False):
+        world: Any = dist.group.WORLD
+        part = world.split_group([0], timeout=one_rank.TIMEOUT, group_name="part")
+        dist.all_reduce(torch.ones(1), group=part)
+        return int(part.size())
+
+
+def test_a_world_after_another_one_can_be_split() -> None:
+    assert run_ranks(split_a_later_world, 1) == [1]
+
+
 # ---- The command ----
 
 
