@@ -18,6 +18,8 @@ from command import Cli, CommandResult
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Tests have cache folders of their own, but share what is compiled.
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / "meshwright-tests-compiled"))
+# Their kernels run a few times on small tensors: without vector instructions g++ needs half the time.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 # A busy machine draws slowly and computes late; neither is a fault of what is tested.
 hypothesis.settings.register_profile("no clock", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("no clock")

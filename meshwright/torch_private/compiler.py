@@ -51,6 +51,19 @@ def start_compiler(traced: str, reuse: bool) -> None:
     maybe_warm_pool()
 
 
+def generate_plain_code() -> None:
+    """In this process, compile CPU code that runs a few times: fast to compile and slow to run.
+
+    Without vector instructions a kernel takes half as long to compile, and no test programs are compiled to find out
+    what the CPU can do. This process compiles by itself: where there is Triton, torch would start processes for it,
+    and each imports torch again.
+    """
+    from torch._inductor import config
+
+    config.cpp.vec_isa_ok = False
+    config.compile_threads = 1
+
+
 def _attention() -> str:
     """Which kernels torch may choose for attention."""
     cuda: Any = torch.backends.cuda

@@ -17,6 +17,7 @@ from meshwright.model.adapter import A, B
 from meshwright.model.quantised_linear import SCALES
 from meshwright.parallel import Engine, ShardIndex, Weights, build, join_world, quantised_linears, table_error
 from meshwright.ranks import ALONE, own_place
+from meshwright.torch_private.compiler import generate_plain_code
 from meshwright.train import Answers, LossScale, answers_of, find_references, held_out_batches, make_trainer
 from meshwright.verify.documents import unequal_corpus
 from meshwright.verify.replay import Choices, Recording, Replayed, Replaying, routes
@@ -85,6 +86,8 @@ def observe(
     observed. Tokens go to the experts of `choices` if they are given; `change` may alter the initial weights and the
     modules."""
     warnings.filterwarnings("ignore", message="mkldnn_matmul failed")  # a CPU without 16-bit products is only slower
+    if job.run.compiles and device == "cpu":
+        generate_plain_code()
     world = join_world(job, _own_device(device))
     routing: Recording | Replaying | None = None
     if choices is not None:

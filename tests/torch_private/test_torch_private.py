@@ -1,6 +1,7 @@
 """What is needed of each of torch's private names, so that a release without it fails here, by name."""
 
 import signal
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -183,6 +184,39 @@ def test_the_compiler_is_found_and_told() -> None:
         operation._dispatch_cache.clear()
 
 
+def _kernel_of_a_cheap_compiler() -> tuple[bool, int]:
+    """Whether a kernel's C++ has vectors, and how many processes and threads may compile."""
+    from torch._inductor import config
+    from torch._inductor.async_compile import AsyncCompile
+
+    sources: list[str] = []
+
+    def compile_nothing(compiler: AsyncCompile, types: list[str], source: str) -> Callable[..., None]:
+        sources.append(source)
+        return lambda *_: None
+
+    config.cpp.vec_isa_ok = True  # as on most CPUs, whatever the tests have chosen
+    compiler.generate_plain_code()
+    with pytest.MonkeyPatch.context() as patch, config.patch(force_disable_caches=True):
+        patch.setattr(AsyncCompile, "cpp_pybinding", compile_nothing)
+        torch.compile(lambda x: x.exp() * 3)(torch.ones(64))
+    [source] = sources
+    return "Vectorized" in source, config.compile_threads
+
+
+def test_code_for_a_few_calls_is_plain() -> None:
+    assert run_ranks(_kernel_of_a_cheap_compiler, 1) == [(False, 1)]
+
+
+@pytest.fixture
+def no_machine_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs go through the whole compiler, whose C++ is not compiled: kernels compute nothing."""
+    from torch._inductor.async_compile import AsyncCompile
+
+    monkeypatch.setattr(AsyncCompile, "cpp_pybinding", lambda *_: lambda *_: None)
+
+
+@pytest.mark.usefixtures("no_machine_code")
 def test_a_pass_sees_the_compiler_s_graph() -> None:
     from meshwright.torch_private import graph_passes
 
@@ -204,6 +238,7 @@ def test_a_pass_sees_the_compiler_s_graph() -> None:
     assert len(graphs) == 1
 
 
+@pytest.mark.usefixtures("no_machine_code")
 def test_a_last_pass_sees_forward_and_backward() -> None:
     from meshwright.torch_private import graph_passes
 
