@@ -29,8 +29,7 @@ types: setup
 
 unit: setup
 	@scripts/slurm-packages
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -rs --no-fold-skipped -m "not alone" -n $(WORKERS) --dist loadfile --no-loadscope-reorder
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -m alone $$(grep -rl --include='*.py' 'mark\.alone' tests)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -rs --no-fold-skipped -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # What takes hours: every layout of the matrix, jobs that were never drawn before (SEED=20260131 repeats a night's), and
 # bugs planted on purpose.

@@ -268,7 +268,7 @@ class Slow(RunningWindows):
 
 def test_a_slow_worker_is_named_while_training_waits(corpus, monkeypatch, tmp_path):
     windows = Slow(corpus.train, S, True)
-    windows.worker = SlowWorker(tmp_path, monkeypatch, 0.3)
+    windows.worker = SlowWorker(tmp_path, monkeypatch, 0.3, sample=4)
     loader = Loader(Stream([windows], 5), global_batch=4, workers=2, prefetch=1)
     loader.readers.on_slow = windows.worker.report
     take(loader, 4)

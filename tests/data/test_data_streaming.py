@@ -205,7 +205,7 @@ def hindered(monkeypatch):
 
 
 def test_a_slow_worker_is_named_while_training_waits(flow, hindered, monkeypatch, tmp_path) -> None:
-    worker = SlowWorker(tmp_path, monkeypatch, 0.3)
+    worker = SlowWorker(tmp_path, monkeypatch, 0.3, sample=24)
     hindered(worker.read)
     steps = loader(flow, workers=2, prefetch=1)
     steps.readers.on_slow = worker.report

@@ -4,10 +4,11 @@ import contextlib
 import json
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
+from counting import counted_calls
+from waiting import wait_until
 
 from meshwright.data import chat
 from meshwright.data.chat import ChatTemplate, Overran, load_chat_template
@@ -44,24 +45,26 @@ def test_what_a_template_does_wrong_is_told_with_its_file(source: str, reason: s
 
 
 @pytest.mark.parametrize(
-    ("source", "what"),
+    ("source", "seconds", "what"),
     [
-        ("{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}", "does not end within 1 s"),
-        ("{{ 'a' * 10 ** 10 }}", "memory"),
-        ("{{ '%10000000000d' % 1 }}", "memory|ends the process"),
-        ("{{ ('a' * 10 ** 8).replace('a', 'a' * 1000) }}", "memory"),
-        ("{{ messages[1].role[0] * 10 ** 8 }}", "writes 100,000,000 characters"),
-        ("{{ (messages | length) ** (3 ** 25) }}", "does not end within 1 s|memory"),
-        ("{{ 'x' | center(10 ** 10) }}", "memory"),
-        ("{{ [1] * 10 ** 10 }}", "memory"),
+        (
+            "{% for a in range(9**5) %}{% for b in range(9**5) %}{% endfor %}{% endfor %}",
+            1,
+            "does not end within 1 s",
+        ),
+        ("{{ 'a' * 10 ** 10 }}", 100, "memory"),
+        ("{{ '%10000000000d' % 1 }}", 100, "memory|ends the process"),
+        ("{{ ('a' * 10 ** 8).replace('a', 'a' * 1000) }}", 100, "memory"),
+        ("{{ messages[1].role[0] * 10 ** 8 }}", 100, "writes 100,000,000 characters"),
+        ("{{ (messages | length) ** (3 ** 25) }}", 1, "does not end within 1 s|memory"),
+        ("{{ 'x' | center(10 ** 10) }}", 100, "memory"),
+        ("{{ [1] * 10 ** 10 }}", 100, "memory"),
     ],
 )
-def test_a_template_is_bounded_in_time_and_memory(source: str, what: str, monkeypatch) -> None:
-    monkeypatch.setattr(chat, "SECONDS", 1.0)
-    began = time.monotonic()
+def test_a_template_is_bounded_in_time_and_memory(source: str, seconds: int, what: str, monkeypatch) -> None:
+    monkeypatch.setattr(chat, "SECONDS", float(seconds))
     with pytest.raises(UserError, match=rf"talk\.jsonl:7 cannot be written: .*jinja .*({what}).*; fix"):
         Taking(chat=template(source)).from_json(LINE, "talk.jsonl:7")
-    assert time.monotonic() - began < 6
 
 
 @pytest.mark.parametrize("source", ["{% for %}", "{{ '" + "(" * 5, "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}"])
@@ -81,15 +84,15 @@ def test_a_mark_within_a_mark_is_one_part() -> None:
     assert (text, spans) == ("abcdef", [(2, 5)])
 
 
-def test_a_million_conversations_would_take_minutes() -> None:
-    made = template(
-        "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% generation %}!{% endgeneration %}{% endfor %}"
-    )
+def test_one_process_renders_many_conversations() -> None:
+    made = template("{% for m in messages %}<{{ m.role }}>{% generation %}!{% endgeneration %}{% endfor %}")
     made.render(TALK)
-    began = time.monotonic()
-    for _ in range(1000):
-        made.render(TALK)
-    assert time.monotonic() - began < 2
+    process = made._renderer._process
+    with counted_calls() as calls:
+        for _ in range(100):
+            made.render(TALK)
+    assert made._renderer._process is process
+    assert calls.count < 200 * 100, calls
 
 
 def test_it_goes_on_after_a_fork_and_after_its_process_died(monkeypatch) -> None:
@@ -112,11 +115,9 @@ def test_no_process_outlives_the_one_that_asked() -> None:
         os.write(writing, str(made._renderer._process.pid).encode())
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(asker, 0)
-    renderer, until = Path("/proc", os.read(reading, 20).decode(), "stat"), time.monotonic() + 10
+    renderer = Path("/proc", os.read(reading, 20).decode(), "stat")
     with contextlib.suppress(OSError):
-        while renderer.read_text().split()[2] != "Z" and time.monotonic() < until:
-            time.sleep(0.02)
-    assert time.monotonic() < until
+        wait_until(lambda: renderer.read_text().split()[2] == "Z", "the renderer has not ended")
 
 
 def test_a_name_made_of_two_halves_is_found() -> None:

@@ -1,6 +1,5 @@
 """Recomputation in layouts: what a rank holds, sends and runs again is what is stated; budgets are met exactly."""
 
-import time
 from collections import Counter
 from functools import partial
 from itertools import product
@@ -9,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from counting import counted_calls
 from gloo_threads import collect_settled
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -346,11 +346,11 @@ def test_each_rank_of_a_pipeline_meets_the_budget_with_what_it_holds() -> None:
     assert set(last.values()) == {"none"} and first[0] != "none"
 
 
-def test_a_budget_is_met_at_once_for_large_models() -> None:
+def test_a_budget_is_met_with_few_calls_for_large_models() -> None:
     job = load_job("pretrain-1b", ["memory.recompute={budget_gib=20}", "batch.global_batch=16", "batch.micro_batch=16"])
-    started = time.process_time()
-    modes = recompute_modes(job.job, None, 0)
-    assert time.process_time() - started < 2.0
+    with counted_calls() as calls:
+        modes = recompute_modes(job.job, None, 0)
+    assert calls.count < 100_000, calls
     assert list(modes.values()) == ["full"] * 12 + ["selective"] * 3 + ["none"]
 
 

@@ -86,7 +86,7 @@ def test_loader_workers_do_not_change_the_run(run) -> None:
 
 
 def test_a_worker_that_is_waited_for_is_an_event(run, monkeypatch, tmp_path) -> None:
-    worker, read, record = SlowWorker(tmp_path, monkeypatch, 0.2), Stream.read, Memory.event
+    worker, read, record = SlowWorker(tmp_path, monkeypatch, 0.2, sample=8), Stream.read, Memory.event
 
     def read_late(self: Stream, sample: int):
         if sample == 9:
