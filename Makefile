@@ -1,6 +1,6 @@
 # Two commands from a bare checkout: make demo, make test. Both set up .venv first, the demo without what only tests need.
 # `make test TORCH=2.15.0` tests with another torch release, in an environment of its own.
-.PHONY: setup demo test lint types unit wheel nightly site refresh-docs clean
+.PHONY: setup demo test test-all lint types unit thorough wheel nightly site refresh-docs clean
 export TORCH
 VENV := .venv$(addprefix -torch-,$(TORCH))
 SEED ?= $(shell date +%Y%m%d)
@@ -20,6 +20,9 @@ test: setup
 	$(MAKE) -j2 lint types wheel
 	$(MAKE) unit
 
+test-all: test
+	$(MAKE) thorough
+
 lint: setup
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
@@ -27,9 +30,17 @@ lint: setup
 types: setup
 	$(VENV)/bin/mypy
 
+PYTEST = OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -rs --no-fold-skipped -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
 unit: setup
+	$(PYTEST) -m "not thorough"
+
+# What `make test` leaves out: every quick layout, drawn jobs, Slurm, Ray, a browser, pages, faults, and a sample of the bugs
+# that the nightly run plants.
+thorough: setup
 	@scripts/slurm-packages
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -rs --no-fold-skipped -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+	$(PYTEST) -m thorough
+	$(VENV)/bin/python scripts/planted-bugs --sample 40
 
 # What takes hours: every layout of the matrix, jobs that were never drawn before (SEED=20260131 repeats a night's), and
 # bugs planted on purpose.

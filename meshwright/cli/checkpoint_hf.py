@@ -60,7 +60,9 @@ def export(
 @contextmanager
 def _progress(text: str) -> Iterator[Callable[[int, int], None]]:
     """A progress line on the terminal, in bytes."""
+    from rich.text import Text
+
     from meshwright.cli.output import stderr_console
 
-    with stderr_console().status(text) as status:
-        yield lambda done, total: status.update(f"{text}: {done / 1e9:.1f} of {total / 1e9:.1f} GB")
+    with stderr_console().status(Text(text)) as status:  # no markup: a path may contain brackets
+        yield lambda done, total: status.update(Text(f"{text}: {done / 1e9:.1f} of {total / 1e9:.1f} GB"))

@@ -178,6 +178,8 @@ def _job(loaded: LoadedJob, steps: int, dtype: str, device: str, record: bool, s
 def _lines(of: dict[str, str], lines: list[Line], dtype: str, device: str, record: bool, as_json: bool) -> bool:
     import time
 
+    from rich.text import Text
+
     from meshwright.cli.output import print_json, stderr_console, stdout_console
     from meshwright.launch.worker import run_quietly
     from meshwright.verify import Calls, merged, replay_on_gpu, run_matrix
@@ -193,7 +195,7 @@ def _lines(of: dict[str, str], lines: list[Line], dtype: str, device: str, recor
             say(stderr_console(), f"left out: {len(lines) - len(without)} {report}")
         lines = without
     with stderr_console().status("") as status:
-        show = lambda line: status.update(f"{len(results)}/{len(lines)}  {line.name}")  # noqa: E731
+        show = lambda line: status.update(Text(f"{len(results)}/{len(lines)}  {line.name}"))  # noqa: E731
         for result in run_matrix(lines, dtype, device, record, began=show, train=run_quietly):
             results.append(_line(result))
             ok = ok and result.ok

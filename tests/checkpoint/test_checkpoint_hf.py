@@ -118,6 +118,12 @@ def test_tokenizer_and_generation_settings_travel_with_the_weights(tmp_path: Pat
     assert torch.equal(theirs.generate(prompt, **greedy), original.generate(prompt, **greedy))
 
 
+@pytest.mark.parametrize("path", ["hf[bold]", "[/bold]"])
+def test_a_path_may_look_like_a_style(cli, path: str) -> None:
+    refused = cli("checkpoint", "import", path, "--out", "run")
+    assert refused.code == 2 and path in refused.err and "internal" not in refused.err
+
+
 def test_an_imported_run_writes_text_and_starts_a_job(cli, tmp_path: Path) -> None:
     make_folder(tmp_path / "hf", "qwen3")
     told = cli("checkpoint", "import", "hf", "--out", "run", "--json")
