@@ -103,6 +103,8 @@ def filled_apart(linears: Mapping[str, nn.Module], shape: Model) -> set[str]:
 def fill_quantised(weights: Weights, linears: Mapping[str, nn.Module], shape: Model, seed: int) -> None:
     """Give quantised projections their values, one matrix after the other, so that no more than one is held in more
     bits; every rank quantises whole ones, since scales depend on all of a matrix."""
+    if not linears:
+        return  # what follows would build the whole model once more
     tensors, shards = {**weights.masters, **weights.frozen}, weights.shards() | dict(weights.frozen_shards)
     apart, pack = filled_apart(linears, shape), packed_weights(shape, seed)
     for name, linear in linears.items():

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import torch
 
@@ -171,14 +171,15 @@ class Check:
         """What one process observes in float64 of numbers that rounding has changed, routed as without it."""
         job, master = _in_format(_reference_job(self.job), "float64")
         run = observe_stale if is_asynchronous(job) else observe
-        return [
-            run_ranks(
-                partial(run, change=perturbation(unit_of(self.job, self.dtype), sample)),
-                *(1, job, master, self.device, exact.choices),
-                timeout_s=TIMEOUT_S,
-            )[0]
-            for sample in samples
-        ]
+        unit = unit_of(self.job, self.dtype)
+
+        def observe_all() -> list[Observation]:
+            return [
+                run(job, master, self.device, exact.choices, change=perturbation(unit, sample)) for sample in samples
+            ]
+
+        perturbed: list[Observation] = run_ranks(observe_all, 1, timeout_s=TIMEOUT_S * len(samples))[0]
+        return perturbed
 
     def close(self) -> None:
         """End the ranks."""
