@@ -31,6 +31,18 @@ def test_layout_equals_one_process(name: str, results: dict[str, LineResult]) ->
     assert result.verdict.ok, result.verdict.first_wrong
 
 
+def test_every_message_of_every_block_is_part_of_a_product(results: dict[str, LineResult]) -> None:
+    """Two projections' inputs are gathered and two's results scattered, forward and backward."""
+    result = results["llama · compiled, asynchronous tp 2"]
+    job = result.line.job
+    assert result.verdict is not None, result.error
+    trained = job.run.steps * job.accumulation * job.model.layers * (2 + 2)
+    held_out = 2 * job.evaluation.batches * job.model.layers * 2
+    calls = trained + held_out
+    told = f"layout.async_tp: every rank ran at least {calls} gathers and {calls} scatters as part of a product"
+    assert told in result.verdict.notes, result.verdict.notes
+
+
 def test_every_line_is_a_layout_of_its_own() -> None:
     assert len({line.name for line in LINES}) == len(LINES) >= 80
     for line in LINES:
