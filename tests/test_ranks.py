@@ -29,6 +29,7 @@ run()
 """
 
 
+@pytest.mark.thorough
 def test_a_rank_whose_work_is_done_ends_with_its_code(tmp_path: Path) -> None:
     """With Python's own exit, one of the two was aborted in each of six tries."""
     variables = {**os.environ, "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}

@@ -26,6 +26,7 @@ def test_jobs_and_plans_need_no_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "imports",
     [

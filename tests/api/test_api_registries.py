@@ -55,6 +55,7 @@ def test_the_planner_counts_the_states_of_one_s_own(own: None) -> None:
         del own_things.Whole.state_bytes
 
 
+@pytest.mark.thorough
 def test_its_states_are_saved_and_resumed_in_another_layout(own: None, tiny_job: Path) -> None:
     names = {"optimizer.name": "nesterov", "optimizer.lr": 1e-1, "checkpoint.every_steps": 5}
     job = meshwright.load_job(tiny_job, set=names)
@@ -123,6 +124,7 @@ def test_what_does_not_work_is_named(own: None, tiny_job: Path, fields: dict[str
         meshwright.train(meshwright.load_job(tiny_job, set=given))
 
 
+@pytest.mark.thorough
 def test_an_installed_package_is_found_by_the_command(installed: Path, tiny_job: Path) -> None:
     """In a new process, which registers nothing itself."""
 

@@ -77,6 +77,7 @@ def test_what_a_callback_raises_ends_the_run_and_reaches_the_caller(here: None, 
         assert meshwright.open_run(f"run-{nproc}").state in ("failed", "stopped", "done")
 
 
+@pytest.mark.thorough
 def test_ranks_of_its_own_report_to_callbacks_here(here: None, own: None, tiny_job: Path) -> None:
     """Without threads to compute with, this process can be forked, and its forks know what is registered in it."""
     notes = Notes()

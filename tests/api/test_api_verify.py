@@ -19,6 +19,7 @@ def test_a_layout_is_equal_and_the_report_says_how(tiny_job: Path) -> None:
     assert str(report).startswith("equal: 2 ranks compute what one process computes, worst error ")
 
 
+@pytest.mark.thorough
 def test_things_of_one_s_own_are_equal_in_a_sharded_layout(own: None, tiny_job: Path) -> None:
     names = {"optimizer.name": "nesterov", "schedule.name": "inverse-root", "model.loss": "z-loss"}
     job = meshwright.load_job(tiny_job, set={**SHARDED, **names, "optimizer.settings": {"damping": 0.25}})
@@ -45,6 +46,7 @@ def test_one_that_needs_whole_matrices_is_refused_where_there_are_none(own: None
     assert meshwright.verify(copies, steps=1).equal
 
 
+@pytest.mark.thorough
 def test_the_run_itself_reads_a_source_of_one_s_own(own: None, tiny_job: Path) -> None:
     job = meshwright.load_job(
         tiny_job, set={"data.sources": ["counted:60"], "layout.dp_shard": 2, "optimizer.name": "nesterov"}

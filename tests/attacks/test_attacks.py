@@ -15,6 +15,7 @@ from meshwright.errors import UserError
 SHORT = 12
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_nothing_breaks(family: Family) -> None:
     outcomes = attack.attack([family], seed=1, cases=SHORT)[family.name]

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
@@ -17,6 +18,7 @@ SHAPE = Model(vocab_size=8192, width=1024, layers=8, heads=8, kv_heads=4, ffn_wi
 """Its largest tensor is a thirteenth of it: what allocators and libraries add (20 to 60 MB) is small beside it too."""
 
 
+@pytest.mark.thorough
 def test_import_export_and_a_sharded_start_hold_a_few_blocks(tmp_path: Path) -> None:
     folder = tmp_path / "large"
     folder.mkdir()

@@ -122,6 +122,7 @@ def test_the_commands_take_a_name_where_they_take_a_folder(cli, cache: Path, fol
     assert cli("train", "run", "--resume", "--set", "run.steps=3").code == 0
 
 
+@pytest.mark.thorough
 def test_the_lectures_recipe_1_runs_as_it_is_typed(cli, cache: Path, folder: Path, job: Path) -> None:
     cached(cache, folder, "meta-llama/Llama-2-7b-hf")  # a tiny one under that name
     Path("recipe.sh").write_text(

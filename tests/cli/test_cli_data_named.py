@@ -67,6 +67,7 @@ def test_what_does_not_train_goes_on(cli: Cli, unnamed: Path) -> None:
     assert cli("job", "explain", "job.toml").code == 0
 
 
+@pytest.mark.thorough
 def test_a_run_is_continued_with_the_data_it_has(cli: Cli, unnamed: Path) -> None:
     """Also by a job file without data, as runs of versions in which it had a default have."""
     assert cli("train", "job.toml", "--resume").code == 2, "there is no run yet"

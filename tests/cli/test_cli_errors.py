@@ -78,6 +78,7 @@ def test_debug_shows_the_traceback(cli, tiny_job: Path) -> None:
         cli("train", "job.toml", "--set", "run.device=tpu", "--debug")
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(os.geteuid() != 0, reason="a small disk needs the right to mount one")
 def test_a_full_disk_is_named_and_leaves_nothing_half_written(tiny_job: Path, tmp_path: Path) -> None:
     disk = tmp_path / "disk"

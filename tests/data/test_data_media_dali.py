@@ -226,6 +226,7 @@ folder = "{tmp_path}/run"
     assert done.code == 0 and (done.out + done.err).count('data.decode = "dali" is not used') == 1
 
 
+@pytest.mark.thorough
 def test_nobody_who_does_not_ask_for_it_imports_it():
     root = Path(__file__).parents[2]
     code = (

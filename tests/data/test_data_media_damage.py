@@ -55,6 +55,7 @@ def largest_kib() -> int:
     return max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
 
 
+@pytest.mark.thorough
 def test_damaged_pictures_are_named_counted_and_left_out(tmp_path, thousand):
     data = data_of(tmp_path, thousand)
     wishes = Wishes((thousand,), vocab_size=300, fields=data.fields, validation_fraction=0.0, max_bad=0.05)

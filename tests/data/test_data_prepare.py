@@ -80,6 +80,7 @@ def test_validation_is_not_empty_when_no_document_falls_to_it(prepare_from, writ
     assert len(corpus.validation) > 0
 
 
+@pytest.mark.thorough
 def test_long_files_are_read_in_pieces(prepare_from, write):
     text = "".join(f"line {number}: ünïcödé {number * number}\n" for number in range(70_000))
     unbroken = "x" * (TEXT_BYTES + 10)

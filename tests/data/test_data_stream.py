@@ -75,6 +75,7 @@ def hash_of(steps: list[list], micro_batch: int) -> str:
     return digest.hexdigest()
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 def test_the_stream_is_one_for_all_ranks_workers_and_micro_batches(stream: Stream):
     reference = hash_of(read_steps(stream, 1, 0, 0, 3), 1)
@@ -89,6 +90,7 @@ leg = st.tuples(st.sampled_from(RANKS), st.just(0), st.sampled_from(MICRO), st.i
 WITH_WORKERS = [(1, 4, 1, 1), (2, 0, 3, 2), (1, 1, 4, 1), (3, 1, 2, 1), (8, 0, 1, 1), (1, 0, 2, 3), (2, 1, 1, 1)]
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 @settings(max_examples=10, deadline=None)
 @given(st.lists(leg, min_size=11, max_size=11))

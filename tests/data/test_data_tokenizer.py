@@ -70,6 +70,7 @@ def test_a_forked_child_can_encode():
     assert os.waitpid(pid, 0)[1] == 0
 
 
+@pytest.mark.thorough
 def test_a_forked_child_can_encode_where_threads_were_asked_for():
     # As in a rank that a launcher started: the launcher's own setting is in its environment.
     program = """

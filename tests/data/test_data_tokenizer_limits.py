@@ -150,6 +150,7 @@ def test_what_the_library_cannot_bear_is_a_sentence(tmp_path: Path) -> None:
         decoder.decode([token] * 40)
 
 
+@pytest.mark.thorough
 def test_a_forked_child_can_encode_after_its_parent_decoded(tmp_path: Path) -> None:
     # In a new process, since the library's thread pool starts once, and a fork may use it only if it has not.
     altered(tmp_path, decoder=replace("h+", "h", "Regex"))

@@ -10,10 +10,11 @@ import pytest
 from docs_pages import GUIDE, PLAYBOOK, ROOT, blocks, run_page
 
 COLD = {"data", "job"}
-PAGES = [page for page in GUIDE if page not in PLAYBOOK]
+README = ROOT / "README.md"
+REST = [pytest.param(page, marks=pytest.mark.thorough) for page in GUIDE if page not in PLAYBOOK and page != README]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [README, *REST], ids=lambda page: page.stem)
 def test_the_page_s_commands_run(
     page: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, warm_command: Path
 ) -> None:
@@ -22,6 +23,6 @@ def test_the_page_s_commands_run(
 
 
 def test_the_readme_shows_its_two_commands() -> None:
-    commands = [block.command for block in blocks((ROOT / "README.md").read_text(encoding="utf-8"))]
+    commands = [block.command for block in blocks(README.read_text(encoding="utf-8"))]
     lines = [line.partition("#")[0].strip() for command in commands for line in command.splitlines()]
     assert {"make demo", "make test"} <= set(lines)

@@ -66,6 +66,7 @@ def output_of(command: str, patch: pytest.MonkeyPatch) -> str:
     return text.getvalue()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("row", [row for row in ROWS if row.commands], ids=lambda row: row.said[:60])
 def test_commands_print_the_values_beside_them(row: Row, printed: dict[str, str]) -> None:
     text = "\n".join(printed[command] for command in row.commands)
@@ -80,6 +81,7 @@ def test_a_row_whose_job_does_not_fit_says_so(printed: dict[str, str]) -> None:
     assert [row.said for row in large if "does not fit" not in row.line] == [] and len(large) >= 5
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("row", [row for row in ROWS if row.comparisons], ids=lambda row: row.said[:60])
 def test_the_lectures_number_and_ours_relate_as_written_and_as_the_verdict_says(
     row: Row, printed: dict[str, str]

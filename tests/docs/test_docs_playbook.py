@@ -11,6 +11,7 @@ TECHNIQUES = [page for page in PLAYBOOK if page != INDEX]
 SECTIONS = ["When to use it", "What it costs", "Numbers", "Measured here"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("page", PLAYBOOK, ids=lambda page: page.stem)
 def test_the_page_prints_what_it_shows(
     page: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, warm_command: Path

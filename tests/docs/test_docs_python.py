@@ -9,6 +9,7 @@ PAGES = [page for page in GUIDE if python_blocks(page.read_text(encoding="utf-8"
 OF_THE_API = {"python", "python-train", "python-runs", "python-optimizer", "python-data"}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_the_page_s_python_runs(page: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     run_python(page, tmp_path, tmp_path_factory.getbasetemp() / "docs-cache")
@@ -24,6 +25,7 @@ def test_from_a_plan_to_a_loss_takes_less_than_thirty_lines() -> None:
     assert all(f"meshwright.{name}(" in first for name in ("load_job", "plan", "verify", "train")) and "losses" in first
 
 
+@pytest.mark.thorough
 def test_a_block_that_fails_or_prints_something_else_is_seen(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     for number, (text, expected) in enumerate(

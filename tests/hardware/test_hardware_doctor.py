@@ -92,6 +92,7 @@ def _checks_types(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
 
 
+@pytest.mark.thorough
 def test_only_packages_that_are_imported_are_named() -> None:
     found = imported()
     assert {"wandb", "s3fs", "triton", "numpy"} <= found, "what finds them works"

@@ -82,6 +82,7 @@ def test_ranks_are_not_started_inside_ranks(cli, tiny_job: Path, monkeypatch: py
     assert result.code == 2 and "--nproc 2 would start ranks inside rank 1 of 2" in result.err
 
 
+@pytest.mark.thorough
 def test_a_run_of_two_ranks(tiny_job: Path, tmp_path: Path) -> None:
     overrides = [
         "layout.dp_replicate=2",
@@ -103,6 +104,7 @@ def test_a_run_of_two_ranks(tiny_job: Path, tmp_path: Path) -> None:
     assert left_over(f"run.folder={run}") == []
 
 
+@pytest.mark.thorough
 def test_ranks_that_are_new_programs_as_on_gpus(cli, tiny_job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from meshwright.launch import elastic
 
@@ -126,6 +128,7 @@ def test_a_job_on_gpus_is_never_forked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert can_fork(load_job("demo").job)
 
 
+@pytest.mark.thorough
 def test_ranks_whose_launcher_was_killed_save_and_stop(tiny_job: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = start(tmp_path, *words(*ENDLESS, f"run.folder={run}"), "--nproc", "2")
@@ -140,6 +143,7 @@ def test_ranks_whose_launcher_was_killed_save_and_stop(tiny_job: Path, tmp_path:
         time.sleep(0.1)
 
 
+@pytest.mark.thorough
 def test_a_crashed_rank_is_named_leaves_its_stack_and_takes_the_run_with_it(tiny_job: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = start(tmp_path, *words(*ENDLESS, f"run.folder={run}", "data.workers=1"), "--nproc", "2")
@@ -183,6 +187,7 @@ def test_a_crashing_rank_is_the_only_one_heard(tiny_job: Path, tmp_path: Path) -
     assert left_over(f"run.folder={run}") == []
 
 
+@pytest.mark.thorough
 def test_ctrl_c_ends_all_ranks_at_one_step_from_which_they_resume(tiny_job: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = start(tmp_path, *words(*ENDLESS, f"run.folder={run}"), "--nproc", "2")

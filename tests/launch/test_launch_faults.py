@@ -69,6 +69,7 @@ def outcome(run: fault_runs.Run, kind: str) -> dict[str, Any]:
     return found[0]
 
 
+@pytest.mark.thorough
 def test_nothing_is_lost(quiet: fault_runs.Run, hurt: fault_runs.Run) -> None:
     assert len(quiet.numbers()) == STEPS
     assert hurt.numbers() == quiet.numbers()
@@ -136,6 +137,7 @@ def test_nothing_is_left_behind(hurt: fault_runs.Run) -> None:
     assert not (hurt.folder / "run/logs/stop").exists()
 
 
+@pytest.mark.thorough
 def test_so_many_faults_at_random_change_nothing(quiet: fault_runs.Run, tmp_path: Path) -> None:
     """The short form of `benchmarks/faults.py random --count 50`."""
     kinds = [kind for kind in fault_kinds.KINDS if "SIGSTOP" not in kind and "stuck" not in kind]

@@ -99,6 +99,7 @@ def _train(*overrides: str) -> tuple[str, int]:
     return finished.outcome.reason, finished.outcome.step
 
 
+@pytest.mark.thorough
 def test_ranks_that_something_else_started_train_what_one_process_trains(
     tiny_job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,6 +29,8 @@ from meshwright.runs import RunFolder
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from ray_cluster import IP, JOB, RayCluster, ray_cluster
 
+pytestmark = pytest.mark.thorough
+
 REST = ", micro-batch 2, recompute none"
 WAIT_S = 300.0  # only for a machine that is very busy
 

@@ -206,6 +206,7 @@ def test_status_and_report_speak_of_it_as_of_any_other(shrunk: Run) -> None:
     assert told["state"] == "done" and told["step"] == STEPS and told["attempt"] == 1
 
 
+@pytest.mark.thorough
 def test_tensor_parallel_ranks_stay_together(tmp_path: Path, quiet: Run) -> None:
     run = Run(tmp_path / "here", *TENSOR_PARALLEL)
     assert run.train(4) == 0, run.told()
@@ -214,6 +215,7 @@ def test_tensor_parallel_ranks_stay_together(tmp_path: Path, quiet: Run) -> None
     assert_same(run, quiet)
 
 
+@pytest.mark.thorough
 def test_once_the_lost_rank_is_back_the_job_as_it_was_written_goes_on(tmp_path: Path, quiet: Run) -> None:
     run = Run(tmp_path / "here", *SHARDS)
     assert run.train(4, "--set", "run.steps=6") == 0, run.told()
@@ -224,6 +226,7 @@ def test_once_the_lost_rank_is_back_the_job_as_it_was_written_goes_on(tmp_path: 
     assert_same(run, quiet)
 
 
+@pytest.mark.thorough
 def test_where_it_may_not_shrink_the_restarts_run_out(tmp_path: Path) -> None:
     run = Run(tmp_path / "here", *REPLICAS, "run.may_shrink=false", "run.max_restarts=1")
     assert run.train(4) == 1

@@ -32,6 +32,8 @@ from meshwright.ranks import find_place
 from meshwright.runs import RunFolder
 from meshwright.verify.ranks import run_ranks
 
+pytestmark = pytest.mark.thorough
+
 PROFILE = """
 title = "the tests' own cluster"
 gpus_per_node = {ranks}

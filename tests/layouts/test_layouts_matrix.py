@@ -1,6 +1,7 @@
 """The matrix: what it must contain, and its quick lines held equal to one process."""
 
 import pytest
+from sharp_lines import SHARP
 
 from meshwright.data import Loader, RunningWindows, Stream
 from meshwright.errors import UserError
@@ -16,24 +17,45 @@ from meshwright.verify.formats import in_format
 
 LINES = load_matrix("full")
 QUICK = load_matrix("quick")
+FEW = [line for line in QUICK if line.name in SHARP]
+REST = [line for line in QUICK if line.name not in SHARP]
 
 
 @pytest.fixture(scope="module")
-def results() -> dict[str, LineResult]:
-    """All quick lines, run together as far as there are cores."""
-    return {result.line.name: result for result in run_matrix(QUICK, train=run_quietly)}
+def few() -> dict[str, LineResult]:
+    """The lines of `make test`, run together as far as there are cores."""
+    return {result.line.name: result for result in run_matrix(FEW, train=run_quietly)}
 
 
-@pytest.mark.parametrize("name", [line.name for line in QUICK])
-def test_layout_equals_one_process(name: str, results: dict[str, LineResult]) -> None:
-    result = results[name]
+@pytest.fixture(scope="module")
+def rest() -> dict[str, LineResult]:
+    return {result.line.name: result for result in run_matrix(REST, train=run_quietly)}
+
+
+def require_equal(result: LineResult) -> None:
     assert result.verdict is not None, result.error
     assert result.verdict.ok, result.verdict.first_wrong
 
 
-def test_every_message_of_every_block_is_part_of_a_product(results: dict[str, LineResult]) -> None:
+@pytest.mark.parametrize("name", [line.name for line in FEW])
+def test_layout_equals_one_process(name: str, few: dict[str, LineResult]) -> None:
+    require_equal(few[name])
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", [line.name for line in REST])
+def test_each_other_layout_equals_one_process(name: str, rest: dict[str, LineResult]) -> None:
+    require_equal(rest[name])
+
+
+def test_every_sharp_line_is_a_quick_one() -> None:
+    assert {line.name for line in FEW} == set(SHARP)
+
+
+@pytest.mark.thorough
+def test_every_message_of_every_block_is_part_of_a_product(rest: dict[str, LineResult]) -> None:
     """Two projections' inputs are gathered and two's results scattered, forward and backward."""
-    result = results["llama · compiled, asynchronous tp 2"]
+    result = rest["llama · compiled, asynchronous tp 2"]
     job = result.line.job
     assert result.verdict is not None, result.error
     trained = job.run.steps * job.accumulation * job.model.layers * (2 + 2)

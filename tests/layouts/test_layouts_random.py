@@ -14,6 +14,7 @@ def answers() -> dict[int, Answer]:
     return {answer.draw.number: answer for answer in run_draws(DRAWS)}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("number", [drawn.number for drawn in DRAWS])
 def test_a_drawn_job_is_equal_or_refused(number: int, answers: dict[int, Answer]) -> None:
     answer = answers[number]

@@ -147,6 +147,7 @@ def same_after_loading(run: Path, steps: int, batch: int = 4) -> None:
         assert loaded.facts == again.facts and loaded.facts.position == batch * step
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_run_that_changes_its_layout_at_every_step(tmp_path: Path, tied: bool) -> None:
     names = TIED if tied else CHAIN
@@ -164,6 +165,7 @@ def test_a_run_that_changes_its_layout_at_every_step(tmp_path: Path, tied: bool)
     assert {ranks_of(make_job(LAYOUTS[name], 1).layout) for name in CHAIN} == {1, 4}
 
 
+@pytest.mark.thorough
 def test_a_run_that_changes_where_its_experts_are_at_every_step(tmp_path: Path) -> None:
     experts = {"count": 4, "top_k": 2, "ffn_width": 8, "scores": "sigmoid", "balance_rate": 0.1}
     changes = {"model": {"experts": experts}}
@@ -189,6 +191,7 @@ def _every_optimizer(run: Path, names: list[str]) -> dict[str, list[Any]]:
     }
 
 
+@pytest.mark.thorough
 def test_every_optimizers_states_come_back_bit_for_bit(tmp_path: Path) -> None:
     """In float32, as they are kept: losses are compared with the looser bound."""
     names = ["zero3·dp4", "tp2·dp2", "single"]
@@ -249,6 +252,7 @@ def journeys(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[
     return folder, rows
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("who", TRAVELLERS)
 def test_a_journey_through_layouts_is_one_quiet_run(
     journeys: tuple[Path, list[list[tuple[float, float]]]], who: str, tmp_path: Path

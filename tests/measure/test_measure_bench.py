@@ -64,6 +64,7 @@ def test_the_table_says_how(cli: Any, tiny_job: Path) -> None:
         assert part in " ".join(done.out.split()), part
 
 
+@pytest.mark.thorough
 def test_two_ranks_are_measured_and_traced_together(tiny_job: Path) -> None:
     words = ["bench", "job.toml", *SHORT, "--nproc", "2", "--set", "layout.dp_shard=2", "--trace", "--json"]
     command = [sys.executable, "-m", "meshwright", *words]
@@ -97,6 +98,7 @@ def test_marks_for_nsys_need_a_gpu(cli: Any, tiny_job: Path, words: list[str], s
     assert done.code == 2 and sentence in done.err
 
 
+@pytest.mark.thorough
 def test_a_sweep_goes_on_where_it_was_and_survives_what_cannot_run(cli: Any, tiny_job: Path) -> None:
     file = tiny_job.parent / "rows.jsonl"
     sweep = ("bench", "job.toml", *SHORT, "--sweep", "batch.micro_batch=1,3", "--out", str(file), "--json")

@@ -50,6 +50,7 @@ def profile() -> Profile:
         return calibrate.Calibration(CPU, True, lambda part: None, TINY).profile()
 
 
+@pytest.mark.thorough
 def test_everything_is_measured(profile: Profile) -> None:
     assert {(one.kind, one.rows) for one in profile.products} >= {("forward", 64), ("weight sum", 128)}
     assert {one.kind for one in profile.products if one.dtype == "bf16"} == set(get_args(ProductKind))
@@ -108,6 +109,7 @@ def _with_another_rank() -> tuple[Profile, tuple[str, ...]]:
     return found, found.skipped
 
 
+@pytest.mark.thorough
 def test_ranks_measure_together() -> None:
     """Both have the same figures, the slower rank's, and what fails on one is left out on both."""
     (own, here), (other, there) = run_ranks(_with_another_rank, 2)

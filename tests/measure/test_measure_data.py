@@ -132,6 +132,7 @@ def test_what_does_not_go_together_is_refused(cli: Any, tiny_job: Path, words: t
     assert done.code == 2 and sentence in done.err
 
 
+@pytest.mark.thorough
 def test_a_sweep_of_loaders_prints_samples(cli: Any, tiny_job: Path) -> None:
     words = ("--step-time", "0.01", "--sweep", "data.workers=0", "--out", "rows.jsonl")
     done = cli("bench", "job.toml", *SHORT, *words)

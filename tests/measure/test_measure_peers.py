@@ -34,6 +34,7 @@ def run() -> Any:
     return script("run.py")
 
 
+@pytest.mark.thorough
 def test_a_tiny_shape_is_measured_and_a_missing_peer_is_named(tmp_path: Path) -> None:
     words = f"--setting tiny --repeats 1 --warmup 2 --steps 2 --out {tmp_path / 'out.json'}".split()
     done = subprocess.run([sys.executable, str(PEERS / "run.py"), *words], capture_output=True, text=True)
@@ -52,6 +53,7 @@ def test_a_tiny_shape_is_measured_and_a_missing_peer_is_named(tmp_path: Path) ->
         assert "× transformers" in done.stdout
 
 
+@pytest.mark.thorough
 def test_each_of_two_versions_of_a_peer_has_a_folder(tmp_path: Path) -> None:
     for name in ("torchtitan", "torchtitan-0.3"):
         package = tmp_path / name / "torchtitan"

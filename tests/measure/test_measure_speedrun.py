@@ -33,6 +33,7 @@ def speedrun() -> Any:
     return script("speedrun.py")
 
 
+@pytest.mark.thorough
 def test_a_tiny_run_of_ours_and_a_peer(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     words = f"--tiny --systems ours,transformers --steps ours=12 --steps transformers=12 --out {out}".split()
@@ -98,6 +99,7 @@ def test_the_table_compares_medians_and_says_what_was_not_reached(speedrun: Any)
     assert "| gpt2 | 0 1 | not reached |  |" in speedrun.table(rows, 2.9)
 
 
+@pytest.mark.thorough
 def test_repeated_text_is_kept_once_and_html_loses_its_tags() -> None:
     corpus = script("speedrun_corpus.py")
     seen: set[bytes] = set()

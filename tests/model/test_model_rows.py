@@ -52,6 +52,7 @@ def test_biases_are_weighted_too(monkeypatch: pytest.MonkeyPatch, changes: dict[
     assert not layer._weighs_inside(torch.zeros(1))
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton comes with torch for GPUs")
 def test_kernels_equal_torchs_operations() -> None:
     """In Triton's interpreter, which needs no GPU."""

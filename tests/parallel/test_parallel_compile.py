@@ -22,6 +22,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_compiled_equals_one_eager_process(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layout, changes = LAYOUTS[name]

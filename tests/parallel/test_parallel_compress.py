@@ -239,6 +239,7 @@ def fit(layout: dict[str, Any], forgets: bool) -> float:
     return float(((master - truth) / sizes).square().mean())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("layout", [LOSSY["topk"], LOSSY["powersgd"] | {"compress_rank": 4}], ids=["topk", "powersgd"])
 def test_training_arrives_with_error_feedback_and_not_without(layout: dict[str, Any]) -> None:
     plain = run_ranks(fit, 4, {"compress": "topk", "compress_ratio": 1.0}, False)[0]

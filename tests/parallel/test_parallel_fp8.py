@@ -184,6 +184,7 @@ def test_tensor_parallel_pieces_are_scaled_each_on_its_own() -> None:
         assert max(distances) < 2**-7, distances  # the partial sums are added in bf16
 
 
+@pytest.mark.thorough
 def test_a_tensor_parallel_model_stays_with_the_one_process_model() -> None:
     [alone] = run_ranks(observe, 1, make_job("bf16"), None)
     for rank in run_ranks(observe, 2, make_job(tp=2, model={"kv_heads": 1}, kv_replicate=True), None):

@@ -73,6 +73,7 @@ CASES = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "changes"), CASES, ids=str)
 def test_kept_copies_give_the_same_bits_with_one_cast_a_step(name: str, changes: dict[str, Any]) -> None:
     job = make_job(**changes)
@@ -95,6 +96,7 @@ def test_where_nothing_would_be_saved_nothing_is_kept() -> None:
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("scales", ["tensor", "block"])
 def test_compiled_blocks_read_the_kept_copies(monkeypatch: pytest.MonkeyPatch, scales: str) -> None:
     """As compiled, q, k and v are one product, and so are gate and up: one copy for all of them."""

@@ -81,12 +81,14 @@ CASES = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("ranks", "changes"), CASES, ids=str)
 def test_the_same_bits_whether_gathered_in_fp8_or_bf16(ranks: int, changes: dict[str, Any]) -> None:
     for same, arrived, none in run_ranks(both_ways, ranks, changes):
         assert same and arrived > 0 and none == 0
 
 
+@pytest.mark.thorough
 def test_compiled_blocks_too_whose_projections_are_one_product(monkeypatch: pytest.MonkeyPatch) -> None:
     compile_module = nn.Module.compile
     monkeypatch.setattr(nn.Module, "compile", lambda self: compile_module(self, backend="aot_eager"))
@@ -104,6 +106,7 @@ def gathered_bytes(folder: Path, gather: bool) -> int:
     return sum(spec.numel * getattr(torch, spec.dtype.removeprefix("torch.")).itemsize for spec in sent)
 
 
+@pytest.mark.thorough
 def test_messages_have_half_the_bytes(tmp_path: Path) -> None:
     narrow, wide = gathered_bytes(tmp_path / "narrow", True), gathered_bytes(tmp_path / "wide", False)
     assert 0.5 < narrow / wide < 0.55  # norms, embedding and head stay bf16
@@ -120,6 +123,7 @@ def test_what_is_widened_rounds_to_itself() -> None:
         assert torch.equal(again.float(), narrow.float()) and torch.equal(same, scale)
 
 
+@pytest.mark.thorough
 def test_a_scale_of_another_weight_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the comparison of bits rests on: a largest number that leaves out the other rank's rows."""
     monkeypatch.setattr(dist, "all_reduce", lambda *args, **options: None)

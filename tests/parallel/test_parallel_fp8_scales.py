@@ -67,6 +67,7 @@ SHAPES = [(256, 384, 128), (48, 80, 208)]
 """Whole blocks, and blocks that end early in every dim."""
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("scales", ["row", "block"])
 def test_result_and_gradients_are_those_of_the_sequential_reference(scales: str, shape: tuple[int, int, int]) -> None:

@@ -65,6 +65,7 @@ def _no_code_is_generated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nn.Module, "compile", lambda self: compile_module(self, backend="aot_eager"))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 def test_the_same_bits_as_apart(shape: dict[str, Any], recompute: str, monkeypatch: pytest.MonkeyPatch) -> None:

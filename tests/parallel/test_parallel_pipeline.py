@@ -64,6 +64,7 @@ def watched_step(job: Job) -> tuple[list[Action], int, int]:
     return actions, most, sum(one.shape == hidden and one.device.type == "cpu" for one in tensors)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_rank_does_what_its_table_says_and_holds_as_many_activations(schedule: str) -> None:
     job = pipeline_job(schedule)

@@ -140,6 +140,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_rank_holds_what_is_stated(name: str) -> None:
     jobs = {mode: make_job(mode, **LAYOUTS[name]) for mode in MODES}
@@ -227,6 +228,7 @@ def test_gradients_are_those_of_one_process(recompute: Any, given: dict[str, Any
     assert check(job).ok
 
 
+@pytest.mark.thorough
 def test_compiled_blocks_recompute_as_eager_ones_do() -> None:
     """One graph for each mode serves all its blocks and steps."""
     modes: dict[int, Mode] = {0: "full", 1: "full", 2: "selective", 3: "selective"}

@@ -59,6 +59,7 @@ def gathers_of_a_step(jobs: list[Job]) -> list[int]:
     return counts
 
 
+@pytest.mark.thorough
 def test_a_segment_gathers_its_parameters_once_for_recomputation_and_backward() -> None:
     kinds: list[Any] = ["none", "full", {"segments": 3}, {"segments": 4}]
     jobs = [make_job(kind, dp_shard=2, zero=3, prefetch=ahead) for ahead in (0, 1, 2) for kind in kinds]

@@ -52,6 +52,7 @@ SPACES["narrow gradients"] = (
 )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", SPACES)
 def test_no_prediction_is_below_its_bound(name: str) -> None:
     """A sample of every kind of layout, those included that only a request adds."""

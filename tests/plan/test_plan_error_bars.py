@@ -102,6 +102,7 @@ def inside(answer: dict[str, Any]) -> bool:
     return len(names) > 1 and all(between[name][0] <= answer[name] <= between[name][1] for name in names)
 
 
+@pytest.mark.thorough
 def test_every_answer_has_an_interval(cli: Callable[..., Any]) -> None:
     model = ("plan", "--model", "llama-3.2-1b", "--seq", "2048", "--batch-tokens", "1048576")
     found = json.loads(cli(*model, "--cluster", "8xh100", "--json").out)

@@ -30,6 +30,7 @@ def test_clusters_are_compared_by_cost_per_token(cli: Callable[..., Any]) -> Non
     assert refused.code == 2 and "whose price 'cheap' is not a number above 0" in refused.err
 
 
+@pytest.mark.thorough
 def test_the_fewest_nodes_that_end_in_time(cli: Callable[..., Any]) -> None:
     words = (*MODEL, "--cluster", "8xh100", "--tokens", "1e12", "--price", "2")
     found = json.loads(cli(*words, "--days", "4").out)

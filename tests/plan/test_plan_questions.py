@@ -74,6 +74,7 @@ def test_a_limit_of_days_makes_the_largest_model_smaller(cli: Callable[..., Any]
     assert limited["size"] < free["size"] and "days" in limited["next_why"]
 
 
+@pytest.mark.thorough
 def test_each_part_is_searched_again() -> None:
     """A network twice as fast is the prediction with such links, and the H200's profile doubles its compute too."""
     job = asked("llama-3.2-1b", 2048, 8)

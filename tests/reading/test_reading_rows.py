@@ -52,6 +52,7 @@ def is_fit(row: dict[str, Any], kind: Kind) -> bool:
     return type(step) is int and 0 <= step < 2**53 and (loss is None or type(loss) in (int, float))
 
 
+@pytest.mark.thorough
 @settings(max_examples=200, deadline=None)
 @given(st.lists(lines, max_size=8), st.sampled_from(KINDS))
 def test_every_line_is_a_row_or_counted_however_it_is_read(given_lines: list[bytes], kind: Kind) -> None:

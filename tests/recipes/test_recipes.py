@@ -60,6 +60,7 @@ def losses(name: str, folder: Path) -> list[float]:
     return [row["loss"] for row in rows if "loss" in row]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", recipes())
 def test_the_recipe_follows_its_golden_curve(name: str, tmp_path: Path) -> None:
     golden = json.loads((GOLDEN / f"{name}.json").read_text())

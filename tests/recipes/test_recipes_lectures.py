@@ -49,6 +49,7 @@ def test_its_plan_says_whether_it_fits(cli, which: str, changes: list[str], verd
     assert result.code == 0 and verdict in result.out, result.out + result.err
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("which", RECIPES)
 def test_it_computes_what_one_process_does(cli, which: str) -> None:
     name, recommended, fewer = RECIPES[which]
@@ -72,6 +73,7 @@ def train(job: str) -> list[float]:
     return [row["loss"] for row in rows if "loss" in row]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("which", RECIPES)
 def test_it_learns(which: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shrunk as verify does, but in its own format, with text to learn from and a second segment of layers."""

@@ -36,6 +36,7 @@ def held_and_planned(rank: RehearsedRank) -> list[tuple[float, float]]:
     return [(found["weights"], weights), (found["optimizer states"], planned["optimizer states"])]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("layout", "model"),
     [
@@ -56,6 +57,7 @@ def test_copies_have_weights_but_no_states(layout: dict[str, Any], model: dict[s
         assert found == pytest.approx(planned, rel=0.01)  # norms and rounding
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("layout", [{"dp_shard": 2}, {"tp": 2}, {"tp": 2, "sp": False}, {"pp": 2}], ids=str)
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_extra_tokens_take_the_memory_that_is_planned(layout: dict[str, Any], recompute: str) -> None:
@@ -66,6 +68,7 @@ def test_extra_tokens_take_the_memory_that_is_planned(layout: dict[str, Any], re
     assert more == pytest.approx(planned, rel=0.02 if recompute == "none" else 0.15)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("schedule", "off"), [("zb-h1", 0.05), ("zb-interleaved", 0.05), ("zb-v", 0.12)])
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_halves_of_a_backward_keep_what_is_planned_in_between(schedule: str, off: float, recompute: str) -> None:

@@ -42,6 +42,7 @@ def least(one: Compared, again: Compared) -> Compared:
     return replace(one, samples=[(own, min(real, later)) for (own, real), (_, later) in pairs])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "ranks"),
     [

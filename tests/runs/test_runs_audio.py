@@ -43,6 +43,7 @@ def test_a_resumed_run_continues_exactly(tmp_path: Path) -> None:
     assert resumed[-2:] == whole[2:] and len(whole) == 4
 
 
+@pytest.mark.thorough
 def test_it_learns_to_hear_a_key() -> None:
     """The recipe's task at its smallest, one key in one window; it writes down keys that it has not heard."""
     shape = Model(

@@ -141,6 +141,7 @@ def test_a_run_is_evaluated_with_its_adapters(run: Path) -> None:
     assert scores["held-out"].loss == pytest.approx(held_out[-1], rel=1e-5)
 
 
+@pytest.mark.thorough
 def test_a_run_resumes_and_refuses_other_weights(folder: Path, tmp_path: Path) -> None:
     own = tmp_path / "model"
     shutil.copytree(folder, own)

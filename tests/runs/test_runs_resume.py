@@ -260,6 +260,7 @@ def _restarted(folder: str, *overrides: str) -> None:
 COMPRESSED = ["layout.dp_replicate=2", "checkpoint.keep_last=9"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("compress", ["topk", "powersgd"])
 def test_error_feedback_goes_on_bit_for_bit_and_its_sum_outlives_another_number_of_replicas(compress: str) -> None:
     overrides = [*COMPRESSED, f"layout.compress={compress}", "layout.compress_ratio=0.1", "layout.compress_rank=1"]

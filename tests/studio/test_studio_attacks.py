@@ -141,6 +141,7 @@ def test_names_and_lines_are_data_not_markup(place: Studio) -> None:
 
 
 @pytest.mark.browser
+@pytest.mark.thorough
 def test_nothing_hostile_runs_in_a_browser(browser: Any, place: Studio) -> None:
     page = browser.new_page()
     alarms: list[str] = []

@@ -14,7 +14,7 @@ from studio_runs import SHOTS, make_run, metric, planned
 
 from meshwright.studio import Studio
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.thorough]
 CURVES = "() => [...document.querySelectorAll('[data-field=loss] path')].map(p => p.getAttribute('d')).join()"
 """What the curves of losses look like now."""
 

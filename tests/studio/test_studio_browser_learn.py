@@ -9,7 +9,7 @@ from studio_runs import SHOTS
 
 from meshwright.studio.learn import guide_groups, guide_titles
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.thorough]
 LINKS = "() => [...document.querySelectorAll('#guide a')].filter(e => e.checkVisibility()).length"
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from studio_runs import planned
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.thorough]
 SMALL = "#plan?model=gpt2&gpu=a100-40gb&nodes=1&gpus=2&seq=1024&batch=65536"
 
 

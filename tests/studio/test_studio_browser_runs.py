@@ -14,7 +14,7 @@ from studio_runs import make_run, metric
 from meshwright.runs import RunFolder
 from meshwright.studio import Studio
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.thorough]
 
 COLOURS = """kind => {  // both at once: the next poll draws the chart anew
   const style = selector => getComputedStyle(document.querySelector(selector));

@@ -40,6 +40,7 @@ def test_clusters_side_by_side(cli: Callable[..., Any]) -> None:
     assert again["rows"][0]["pick"] == found["rows"][0]["opens"]["pick"]
 
 
+@pytest.mark.thorough
 def test_how_many_nodes(cli: Callable[..., Any]) -> None:
     state = {"gpu": "h100", "gpus": 8, "tokens": "1e12", "days": "4", "price": "2"}
     found = answer("size", **state)

@@ -110,6 +110,7 @@ def own(tmp_path: Path) -> Iterator[Studio]:
 
 
 @pytest.mark.browser
+@pytest.mark.thorough
 def test_a_rehearsal_is_opened_with_its_pictures(tab: Any, own: Studio) -> None:
     from axe_playwright_python.sync_playwright import Axe
 

@@ -216,6 +216,7 @@ def no_machine_code(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AsyncCompile, "cpp_pybinding", lambda *_: lambda *_: None)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("no_machine_code")
 def test_a_pass_sees_the_compiler_s_graph() -> None:
     from meshwright.torch_private import graph_passes

@@ -78,6 +78,7 @@ def _trained(job: Job) -> tuple[str | None, dict[str, int], dict[str, torch.Tens
     return outcome.uncompiled, breaks, {name: master.detach() for name, master in weights.masters.items()}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("method", ["ring", "allgather", "ulysses"])
 def test_blocks_whose_attention_ranks_share_are_compiled_whole(method: str, recompute: str) -> None:
@@ -90,6 +91,7 @@ def test_blocks_whose_attention_ranks_share_are_compiled_whole(method: str, reco
             torch.testing.assert_close(weight, expected[name], rtol=0, atol=1e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("base", ["compute", "nf4", "int8"])
 def test_blocks_with_adapters_are_compiled(base: str, recompute: str) -> None:

@@ -28,6 +28,7 @@ unprepared.start(), unprepared.join()
 """Prints the compute threads of a thread that was prepared, and of one that was not, once a third asked for one."""
 
 
+@pytest.mark.thorough
 def test_the_loaders_thread_takes_no_core_from_updates_on_the_host() -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "2"}
     command = [sys.executable, "-c", PROGRAM]

@@ -205,6 +205,7 @@ def test_long_steps_are_looked_at_in_part() -> None:
     assert {row["micro_batch"] for row in rows if row["layer"]} == {1, 2, 3, 4}
 
 
+@pytest.mark.thorough
 def test_compiled_blocks_are_not_compiled_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     compile_module = nn.Module.compile
     monkeypatch.setattr(nn.Module, "compile", lambda self: compile_module(self, backend="aot_eager"))
@@ -291,6 +292,7 @@ def anything(rows: Rows, own: int) -> None:
     assert column(rows, "optimizer", step=1, at="updated")[0] >= 8 * own
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("layout", "holds"),
     [

@@ -128,6 +128,7 @@ def _count_versions_in_memory(training: Any) -> None:
     training._backward_and_update = counting
 
 
+@pytest.mark.thorough
 def test_versions_nobody_needs_are_let_go_of() -> None:
     for rank, (memory, _, _) in enumerate(train(job(3, steps=4), _count_versions_in_memory)):
         assert memory.counted == [3 - rank, 1]  # the pipeline is full, then empty

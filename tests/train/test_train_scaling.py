@@ -108,6 +108,7 @@ def without_the_second_update() -> Observation:
     return seen
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_overflow_on_one_rank_skips_the_step_on_all(
     layout: dict[str, Any], without_the_second_update: Observation

@@ -65,6 +65,7 @@ def test_a_wrong_layout_exits_1_with_the_first_diverging_parameter(cli, monkeypa
     assert result.code == 1 and json.loads(result.out)["first_wrong"]["name"] == "embed.weight"
 
 
+@pytest.mark.thorough
 def test_a_format_is_judged_by_bounds_of_its_own(cli) -> None:
     arguments = (DEMO, "--set", "layout.dp_replicate=2", "--set", "model.layers=1", "--steps", "1")
     result = cli("verify", *arguments, "--dtype", "bf16", "--json")
@@ -77,6 +78,7 @@ def test_a_format_is_judged_by_bounds_of_its_own(cli) -> None:
     assert "equal: 2 ranks compute the same as one process, in bf16 as exactly as the format allows" in result.out
 
 
+@pytest.mark.thorough
 def test_float32_is_judged_by_its_own_bounds(cli) -> None:
     result = cli("verify", DEMO, "--set", "layout.tp=2", "--dtype", "float32", "--json")
     answer = json.loads(result.out)
@@ -84,6 +86,7 @@ def test_float32_is_judged_by_its_own_bounds(cli) -> None:
     assert {row["bound"] for row in answer["rows"]} == {1e-5, None}
 
 
+@pytest.mark.thorough
 def test_a_model_of_one_s_own(cli) -> None:
     result = cli("verify", "--model", str(EXAMPLE), "--json")
     answer = json.loads(result.out)

@@ -428,6 +428,7 @@ def test_a_layout_in_order_passes_and_one_out_of_order_fails_though_equal(monkey
     assert verdict.collectives.violations[0].startswith("rank 1 issues all_reduce MAX float64 [4] on group (0, 1) at ")
 
 
+@pytest.mark.thorough
 def test_the_command_says_so(cli, monkeypatch: pytest.MonkeyPatch) -> None:
     job = ("verify", "demo", "--set", "layout.dp_replicate=2", "--steps", "1", "--collectives")
     good = cli(*job)

@@ -31,6 +31,7 @@ def test_the_sign_of_rounding_is_no_mistake() -> None:
     assert unjudged and all(name.endswith("attention.k.bias") for name in unjudged)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", ["float64", "bf16"])
 def test_a_router_without_a_gradient_is_vacuous_not_unequal(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A single score divided by itself is 1; what Lion makes of the router's rounding differs in every layout."""

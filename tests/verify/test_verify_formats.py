@@ -60,6 +60,7 @@ RIGHT = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "layout", "layers"), RIGHT, ids=str)
 def test_right_layouts_use_a_fair_part_of_their_bounds(name: str, layout: dict[str, Any], layers: int) -> None:
     verdict = check(job_of(layers, **layout), name)
@@ -75,6 +76,7 @@ def test_right_layouts_use_a_fair_part_of_their_bounds(name: str, layout: dict[s
     assert 0.5 < together.error / norm.bound < 2.0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("scales", ["row", "block"])
 def test_finer_scales_of_fp8_have_a_lower_bound_and_use_it(monkeypatch: Patch, scales: str) -> None:
     """Their gradients are e4m3, whose unit is half of e5m2's; a scale off by two is then found as well."""
@@ -93,6 +95,7 @@ def test_finer_scales_of_fp8_have_a_lower_bound_and_use_it(monkeypatch: Patch, s
     assert {"norm", "gradient", "update"} <= wrong(broke)
 
 
+@pytest.mark.thorough
 def test_a_head_in_fp8_is_one_more_product(monkeypatch: Patch) -> None:
     job = job_of(1, dp_replicate=2)
     job = job.model_copy(update={"precision": job.precision.model_copy(update={"fp8_head": True})})
@@ -133,6 +136,7 @@ def broken(job: Job, name: str, breaking: Callable[[], None], everywhere: bool) 
     return check(job, name)
 
 
+@pytest.mark.thorough
 def test_masters_kept_in_16_bits(monkeypatch: Patch) -> None:
     update = Weights.update
 
@@ -146,6 +150,7 @@ def test_masters_kept_in_16_bits(monkeypatch: Patch) -> None:
     assert wrong(verdict) == {"update"}
 
 
+@pytest.mark.thorough
 def test_a_loss_scale_that_is_not_taken_out(monkeypatch: Patch) -> None:
     clip = trainer.clip_gradients
     forgetful = lambda masters, norm, limit, scale=1.0: clip(masters, norm, limit)  # noqa: E731
@@ -175,6 +180,7 @@ def test_gradients_reduced_in_16_bits(monkeypatch: Patch) -> None:
     assert wrong(verdict) == {"sum"}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "everywhere"), [("bf16", False), ("bf16", True), ("fp16", True), ("fp8", True)])
 def test_a_term_missing_in_one_layer(monkeypatch: Patch, name: str, everywhere: bool) -> None:
     forward, calls = FeedForward.forward, count()
@@ -190,6 +196,7 @@ def test_a_term_missing_in_one_layer(monkeypatch: Patch, name: str, everywhere: 
     assert name == "fp8" or "loss" in wrong(verdict)
 
 
+@pytest.mark.thorough
 def test_an_error_that_the_format_allows_but_one_process_does_not_make(monkeypatch: Patch) -> None:
     forward, calls = Block.forward, count()
 
@@ -206,6 +213,7 @@ def test_an_error_that_the_format_allows_but_one_process_does_not_make(monkeypat
     assert together.name == ALL and together.ok is False and together.error < 2 * math.sqrt(roundings) * UNITS["bf16"]
 
 
+@pytest.mark.thorough
 def test_an_fp8_gradient_without_its_scale(monkeypatch: Patch) -> None:
     scaled = fp8._scaled
 

@@ -95,6 +95,7 @@ def test_experts_that_choose_their_tokens_look_ahead(monkeypatch: pytest.MonkeyP
     assert later.ok is False
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("right", "wrong", "sentence"),
     [

@@ -160,6 +160,7 @@ def test_a_world_after_another_one_can_be_split() -> None:
 # ---- The command ----
 
 
+@pytest.mark.thorough
 def test_the_command_runs_it_where_there_is_a_gpu(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = import_module("meshwright.verify.gpu_replay")
     monkeypatch.setattr(gpu, "BACKEND", "gloo")

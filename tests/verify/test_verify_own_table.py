@@ -55,6 +55,7 @@ def verified(cli, tmp_path: Path, text: str):
     return cli("verify", "own.toml", "--set", f"model.file={tmp_path / 'own.py'}")  # references are kept by this name
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", WRONG)
 def test_the_wrong_line_is_named(cli, tmp_path: Path, case: str) -> None:
     right, wrong, why = WRONG[case]

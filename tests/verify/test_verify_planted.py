@@ -125,3 +125,18 @@ def test_only_a_failed_assertion_is_a_catch(code: int, summary: str, caught: boo
 def test_without_a_bug_a_check_must_pass() -> None:
     assert planted.judge(planted.Task("verify demo"), 0, "equal\n") == (True, "equal")
     assert planted.judge(planted.Task("verify demo"), 1, NOT_EQUAL)[0] is False
+
+
+def test_make_test_catches_nine_bugs_of_ten() -> None:
+    commands = Counter(planted.command(bug.check) for bug in BUGS)
+    assert commands["test"] >= 0.9 * len(BUGS), commands
+
+
+def test_a_sample_has_bugs_of_every_third_of_the_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    tasks: list[Any] = []
+    monkeypatch.setattr(sys, "argv", ["planted-bugs", "--sample", "3"])
+    monkeypatch.setattr(planted, "warm_up", lambda: None)
+    monkeypatch.setattr(planted, "results", lambda planned, jobs, timeout_s: tasks.extend(planned) or [])
+    assert planted.main() == 0
+    third = len(BUGS) // 3
+    assert [task.bug.name for task in tasks] == [BUGS[number].name for number in (0, third, 2 * third)]

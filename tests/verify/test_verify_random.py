@@ -163,6 +163,7 @@ def test_a_failure_of_one_draw_leaves_the_others(monkeypatch: pytest.MonkeyPatch
     ]
 
 
+@pytest.mark.thorough
 def test_workers_that_read_wrongly_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = two_ranks(workers=1)
     assert answer(drawn).outcome == "equal"

@@ -54,6 +54,7 @@ LAYOUTS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_every_choice_is_replayed_once_in_any_layout(layout: dict[str, Any]) -> None:
     job = mixture(**layout)
@@ -102,6 +103,7 @@ def wrong(verdict: Verdict) -> set[str]:
     return {row.kind for row in verdict.rows if row.ok is False}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", ["bf16", "float32"])
 def test_another_token_s_choice_is_detected(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     job = mixture(dp_shard=2, ep=2)
@@ -133,6 +135,7 @@ def test_float64_computes_its_routing() -> None:
     assert verdict.ok and verdict.replayed is None and not verdict.notes
 
 
+@pytest.mark.thorough
 def test_a_job_is_told_that_its_routing_was_replayed() -> None:
     job = mixture(dp_shard=2, ep=2)
     narrow = job.model_copy(update={"precision": job.precision.model_copy(update={"compute": "bf16"})})

@@ -106,6 +106,7 @@ def wrong(verdict: Verdict) -> str:
     return f"{verdict.first_wrong.kind} of {verdict.first_wrong.name}"
 
 
+@pytest.mark.thorough
 def test_a_worker_that_forgets_what_others_read_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = batch.make_parcel
     monkeypatch.setattr(
@@ -116,6 +117,7 @@ def test_a_worker_that_forgets_what_others_read_is_caught(monkeypatch: pytest.Mo
     assert wrong(run_check.check_run(small(layout={"dp_shard": 2}), run_quietly)) == "loss of dp_shard 2: step 1"
 
 
+@pytest.mark.thorough
 def test_a_stream_divided_by_a_ranks_own_count_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     made = StreamLoader.__init__
     monkeypatch.setattr(
@@ -126,6 +128,7 @@ def test_a_stream_divided_by_a_ranks_own_count_is_caught(monkeypatch: pytest.Mon
     assert wrong(run_check.check_run(job, run_quietly)) == "loss of dp_shard 2: step 1"
 
 
+@pytest.mark.thorough
 def test_ranks_that_part_after_the_first_epoch_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     def place(stream: Stream, sample: int) -> tuple[int, int]:
         windows = len(stream.parts[0])
@@ -137,6 +140,7 @@ def test_ranks_that_part_after_the_first_epoch_are_caught(monkeypatch: pytest.Mo
     assert where == "loss of dp_shard 2: step 3", "the text ends in the third step"
 
 
+@pytest.mark.thorough
 def test_states_that_come_back_wrong_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """As columns of what one process saved did: views, which the fused update reads as if they were contiguous."""
     read = Checkpoint.read
@@ -152,6 +156,7 @@ def test_states_that_come_back_wrong_are_caught(monkeypatch: pytest.MonkeyPatch)
     assert {row.ok for row in verdict.rows if row.name.startswith("one process")} == {True}
 
 
+@pytest.mark.thorough
 def test_the_command(cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     shortened(monkeypatch, lambda job: [Leg(job, 0), Leg(alone(job), 2)])
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "scratch"))
@@ -241,6 +246,7 @@ def test_samples_with_pictures_are_read_from_files_and_end_amid_the_run(tmp_path
     assert sum(shown) > 0 and not list((tmp_path / "cache").glob("*.bmp"))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("broken", [False, True])
 def test_crops_that_differ_by_rank_are_caught(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, broken: bool) -> None:
     if broken:
