@@ -1,6 +1,7 @@
 """When a checkpoint is due: after a number of steps, a number of minutes, or as often as is worthwhile."""
 
 import time
+from collections.abc import Callable
 
 from meshwright.cost import best_interval_s
 from meshwright.job.running import Checkpoint as Settings
@@ -12,9 +13,9 @@ FIRST_AUTO_S = 60.0
 class Interval:
     """Every rank asks about steps, which all ranks agree on; only rank 0 asks about time."""
 
-    def __init__(self, settings: Settings, mtbf_s: float | None) -> None:
-        self._settings, self._mtbf_s = settings, mtbf_s
-        self._last = time.monotonic()
+    def __init__(self, settings: Settings, mtbf_s: float | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._settings, self._mtbf_s, self._clock = settings, mtbf_s, clock
+        self._last = clock()
         self._auto_s = FIRST_AUTO_S
 
     @property
@@ -29,14 +30,14 @@ class Interval:
 
     def due_by_time(self) -> bool:
         """Whether enough time has passed since the last save."""
-        waited_s = time.monotonic() - self._last
+        waited_s = self._clock() - self._last
         if self._settings.every_minutes:
             return waited_s >= 60.0 * self._settings.every_minutes
         return self._settings.auto and waited_s >= self._auto_s
 
     def saved(self) -> None:
         """A save begins."""
-        self._last = time.monotonic()
+        self._last = self._clock()
 
     def measured(self, pause_s: float, total_s: float) -> None:
         """Record how long a save blocked training and how long it took in all; saves do not overlap."""

@@ -68,7 +68,7 @@ def test_what_is_saved_meanwhile_takes_the_place_of_what_waits(tmp_path: Path, g
 
 
 def test_the_end_of_a_run_says_how_long_it_waits_and_every_rank_takes_part(tmp_path: Path, monkeypatch, gate) -> None:
-    limits(monkeypatch, LAST_S=1.0, _SAID_AFTER_S=0.0, _LOOK_S=0.05)
+    limits(monkeypatch, LAST_S=120.0, _SAID_AFTER_S=0.0, _LOOK_S=0.05)
     run, store, told, phases = tmp_path / "run", f"memory://last-{tmp_path.name}", Reports(), []
 
     def alive(phase: str) -> None:
@@ -78,7 +78,7 @@ def test_the_end_of_a_run_says_how_long_it_waits_and_every_rank_takes_part(tmp_p
 
     saver = make_saver(run, told, backup_to=store, alive=alive)
     saver.finish(1, lambda: state_of(tiny(1), 1))
-    assert told.messages == [f"waiting at most 1 s for the backup of step-00000001 to {store}"]
+    assert told.messages == [f"waiting at most 120 s for the backup of step-00000001 to {store}"]
     assert set(phases) == {"waiting for the backup"} and told.events[-1]["kind"] == "backup"
     assert saver.backup_missing is None
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import LIMIT_S, wait_for_file
 
 import meshwright
 from meshwright.cli import main
@@ -180,7 +181,7 @@ class Terminal:
 
     def wait_for(self, text: str) -> None:
         """Read until a text is shown after what was waited for before."""
-        until = time.monotonic() + 60
+        until = time.monotonic() + LIMIT_S
         while (found := self.shown.find(text, self._seen)) < 0:
             ready, _, _ = select.select([self._file], [], [], max(0.0, until - time.monotonic()))
             assert ready, self.shown
@@ -196,7 +197,7 @@ class Terminal:
         A terminal that is not at the prompt yet takes Ctrl-D for something else, and Python misses a Ctrl-C between the
         prompt and its wait for input.
         """
-        until = time.monotonic() + 60
+        until = time.monotonic() + LIMIT_S
         self.type(key)
         try:
             while True:
@@ -223,25 +224,26 @@ def test_ctrl_d_ends_a_conversation_at_a_terminal(run: Path) -> None:
     assert terminal.end_with("\x04") == 0 and "Traceback" not in terminal.shown
 
 
-def slowly() -> None:
-    """Each token of an answer takes its time."""
-    import meshwright.runs.chat as chat
-    from meshwright.train import stream
+def test_ctrl_c_stops_an_answer_and_then_the_conversation(run: Path, tmp_path: Path) -> None:
+    answering = tmp_path / "answering"
 
-    def slow(*arguments: Any, **options: Any) -> Iterator[int]:
-        for token in stream(*arguments, **options):
-            yield token
-            time.sleep(0.5)
+    def answer_without_end() -> None:
+        import meshwright.runs.chat as chat
+        from meshwright.train import stream
 
-    chat.stream = slow
+        def endless(*arguments: Any, **options: Any) -> Iterator[int]:
+            yield next(iter(stream(*arguments, **options)))
+            answering.touch()
+            time.sleep(3600)  # the second token never comes
 
+        chat.stream = endless
 
-def test_ctrl_c_stops_an_answer_and_then_the_conversation(run: Path) -> None:
-    terminal = Terminal("chat", "run", "--temperature", "5", "--tokens", "120", "--device", "cpu", prepare=slowly)
+    words = ("--temperature", "5", "--tokens", "120", "--device", "cpu")
+    terminal = Terminal("chat", "run", *words, prepare=answer_without_end)
     terminal.wait_for("> ")
     terminal.type("after apple?\n")
     terminal.wait_for("\n")
-    time.sleep(1.2)
+    wait_for_file(answering)
     terminal.type("\x03")
     terminal.wait_for("> ")
     assert terminal.end_with("\x03") == 0

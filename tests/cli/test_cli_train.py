@@ -5,6 +5,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from waiting import LIMIT_S, wait_until
 
 
 def rows(path: Path) -> list[dict]:
@@ -103,7 +104,6 @@ def test_ctrl_c_stops_after_the_step_with_everything_written(tiny_job: Path, tmp
     import signal
     import subprocess
     import sys
-    import time
 
     metrics = tmp_path / "run/metrics.jsonl"
     command = [sys.executable, "-m", "meshwright", "train", "job.toml", "--set", "run.steps=100000"]
@@ -111,12 +111,14 @@ def test_ctrl_c_stops_after_the_step_with_everything_written(tiny_job: Path, tmp
     process = subprocess.Popen(
         command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
-    deadline = time.monotonic() + 60
-    while not (metrics.is_file() and metrics.read_text().count('"loss"') > 3):
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.1)
+
+    def has_trained() -> bool:
+        assert process.poll() is None
+        return metrics.is_file() and metrics.read_text().count('"loss"') > 3
+
+    wait_until(has_trained, "four steps")
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: every process of the group gets it
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 130, err
     assert "Traceback" not in err
     assert out.endswith("continue meshwright train run --resume\n")

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from waiting import wait_for_file
 
 from meshwright.data.prepared import workers
 from meshwright.data.raw import Taking, list_inputs, plan_units
@@ -23,8 +24,7 @@ def test_ctrl_c_ends_the_training_of_a_tokenizer(tmp_path: Path, monkeypatch: py
         return ""
 
     def interrupt() -> None:
-        while not began.exists():
-            time.sleep(0.05)
+        wait_for_file(began)
         os.kill(os.getpid(), signal.SIGINT)
 
     signal.signal(signal.SIGINT, signal.default_int_handler)  # who is started in the background is deaf to it

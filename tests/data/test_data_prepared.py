@@ -4,7 +4,6 @@ import hashlib
 import json
 import multiprocessing
 import os
-import random
 import signal
 import time
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from data_texts import text_of
+from waiting import wait_for_file
 
 from meshwright.data import prepare
 from meshwright.data.prepared import Wishes, build, inspect, open_prepared, verify
@@ -98,33 +98,33 @@ def test_reads_across_shards_are_reads_of_one_row(folder: Path) -> None:
             assert store.starts_between(start, stop).tolist() == inside.tolist()
 
 
-def _prepare_and_exit(wishes: Wishes, out: Path) -> None:
-    build(wishes, out, 2, unit_bytes=UNIT_BYTES)
-
-
 def test_killed_ten_times_it_ends_as_if_it_never_was(wishes: Wishes, folder: Path, tmp_path: Path, monkeypatch) -> None:
+    """Before its first shard, between a shard's tokens and its record, and after one or two records, in turns."""
     from meshwright.data.prepared import shard
 
     write, out, kept = shard.write_atomic, tmp_path / "out", []
 
-    def slowly(path: Path, text: str, **how: bool) -> None:
-        time.sleep(0.15)  # so that kills find the work under way
-        write(path, text, **how)
-
     def finished() -> int:
         return len(list(out.glob(".partial/[0-9]*.json")))
 
-    monkeypatch.setattr(shard, "write_atomic", slowly)
-    chance = random.Random(10)
+    def prepare_until(shards: int, reached: Path) -> None:
+        """In a child: no worker writes another record once so many are finished."""
+
+        def write_or_wait(path: Path, text: str, **how: bool) -> None:
+            if finished() >= shards:
+                reached.touch()
+                time.sleep(3600)  # until it is killed
+            write(path, text, **how)
+
+        monkeypatch.setattr(shard, "write_atomic", write_or_wait)
+        build(wishes, out, 2, unit_bytes=UNIT_BYTES)
+
     for turn in range(10):
-        child = multiprocessing.get_context("fork").Process(target=_prepare_and_exit, args=(wishes, out))
+        reached = tmp_path / f"reached-{turn}"
+        child = multiprocessing.get_context("fork").Process(target=prepare_until, args=(turn // 2, reached))
         child.start()
-        # Every other kill waits for a finished shard first, so that kept ones, half ones and none are all met.
-        deadline = time.monotonic() + 60 * (turn % 2)
-        while finished() <= max(kept, default=0) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        child.join(0.3 * chance.random())
-        assert child.is_alive(), f"done before kill {turn}; shards kept after each: {kept}"
+        if turn:  # the first is killed as soon as it has begun
+            wait_for_file(reached)
         os.kill(child.pid or 0, signal.SIGKILL)
         child.join()
         kept.append(finished())

@@ -6,13 +6,14 @@ import runpy
 import select
 import shutil
 import socket
-import time
 from pathlib import Path
 
 import pytest
 from rich.console import Console
+from waiting import wait_for_file
 
 from meshwright.job import Job, load_job
+from meshwright.launch import forked
 from meshwright.launch.elastic import launch, run_under_agent
 from meshwright.launch.worker import LAUNCHER, RUN_FOLDER, run_job
 from meshwright.ranks import Place
@@ -23,23 +24,30 @@ SMALL = str(Path(__file__).parents[1] / "small.toml")
 
 def test_no_rank_begins_before_all_are_forked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank forked while another connects could inherit a held lock of the C library, and hang."""
-    forked, fork = [], os.fork
+    forks: list[int] = []
+    fork, wait = os.fork, forked._Gate.wait
 
-    def slow_fork() -> int:
-        time.sleep(0.5)  # long enough for the ranks before it to begin
-        forked.append(time.time())
+    def fork_after_others() -> int:
+        """Once each rank that was forked before is at the gate, or past it."""
+        for rank in range(len(forks)):
+            wait_for_file(tmp_path / f"waits-{rank}")
+        assert not list(tmp_path.glob("began-*"))
+        forks.append(len(forks))
         return fork()
 
-    def begin(*_: object, **__: object) -> None:
-        (tmp_path / f"began-{os.environ['RANK']}").write_text(str(time.time()))
+    def wait_visibly(gate: forked._Gate) -> None:
+        (tmp_path / f"waits-{os.environ['RANK']}").touch()
+        wait(gate)
 
-    monkeypatch.setattr(os, "fork", slow_fork)
+    def begin(*_: object, **__: object) -> None:
+        (tmp_path / f"began-{os.environ['RANK']}").touch()
+
+    monkeypatch.setattr(os, "fork", fork_after_others)
+    monkeypatch.setattr(forked._Gate, "wait", wait_visibly)
     monkeypatch.setattr(runpy, "run_module", begin)  # inherited by the forks
     job = Job.model_validate({"run": {"device": "cpu"}})
     run_under_agent(job, tmp_path, RANKS, [])
-    assert len(forked) == RANKS
-    began = [float((tmp_path / f"began-{rank}").read_text()) for rank in range(RANKS)]
-    assert min(began) > max(forked)
+    assert len(forks) == RANKS and len(list(tmp_path.glob("began-*"))) == RANKS
 
 
 def test_a_rank_whose_launcher_died_before_it_connected_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

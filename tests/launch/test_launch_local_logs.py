@@ -1,8 +1,10 @@
 """`logs` of a run on this machine, and what `train` says about a folder or a run that is already there."""
 
 import threading
-import time
 from pathlib import Path
+from types import SimpleNamespace
+
+from waiting import LIMIT_S
 
 from meshwright.job import load_job
 from meshwright.runs import RunFolder
@@ -53,11 +55,12 @@ def test_logs_of_a_local_run_are_what_it_recorded_in_the_order_it_happened(cli, 
     assert refused.code == 2 and "no log of rank 1" in refused.err
 
 
-def test_a_local_run_is_followed_to_its_end(cli, tmp_path: Path) -> None:
-    folder = run_folder(tmp_path / "run")
+def test_a_local_run_is_followed_to_its_end(cli, tmp_path: Path, monkeypatch) -> None:
+    folder, waits = run_folder(tmp_path / "run"), threading.Event()
+    monkeypatch.setattr("meshwright.launch.slurm.logs.time", SimpleNamespace(sleep=lambda seconds: waits.set()))
 
     def train_on() -> None:
-        time.sleep(0.5)
+        assert waits.wait(LIMIT_S)
         folder.metric({"step": 12, "loss": 3.0, "attempt": 1})
         folder.event("stop", reason="finished", step=12)
         folder.close()

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 import pytest
 import yaml
 from launch_processes import left_over
+from waiting import wait_until
 
 import meshwright
 from meshwright.errors import UserError
@@ -36,11 +36,7 @@ WAIT_S = 300.0  # only for a machine that is very busy
 
 
 def until(true: Callable[[], Any], what: str) -> Any:
-    deadline = time.monotonic() + WAIT_S
-    while not (found := true()):
-        assert time.monotonic() < deadline, what
-        time.sleep(0.1)
-    return found
+    return wait_until(true, what, WAIT_S)
 
 
 @pytest.fixture(scope="module")

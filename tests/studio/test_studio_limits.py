@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from studio_runs import make_run
 from test_studio_attacks import ask
+from waiting import wait_until
 
 from meshwright.studio import Studio, limits
 from meshwright.studio.limits import ALL_WRONG_TOKENS, CONNECTIONS, EVERY_S, WRONG_TOKENS, Guesses
@@ -42,15 +43,15 @@ def said(server: Studio, *parts: bytes) -> bytes:
     return answer
 
 
-def test_dripping_connections_make_room_for_others(server: Studio) -> None:
+def test_dripping_connections_make_room_for_others(server: Studio, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "REQUEST_S", 3600.0)  # so that none of them ends by itself
     before = threading.active_count()
     slow = []
     for number in range(300):
         client = connect(server)
         client.sendall(b"GET / HTTP/1.1\r\nHost: x" if number % 2 else b"POST /api/plan HTTP/1.1\r\n")
         slow.append(client)
-    began = time.monotonic()
-    assert ask(server, "/api/runs")[0] == 200 and time.monotonic() - began < 5
+    assert ask(server, "/api/runs")[0] == 200
     assert threading.active_count() - before <= CONNECTIONS + 8 and len(server.connections) <= CONNECTIONS
     for client in slow:
         client.close()
@@ -64,12 +65,8 @@ def test_a_request_has_a_time_however_it_drips(server: Studio, monkeypatch: pyte
         client.sendall(b"POST /api/plan HTTP/1.1\r\nHost: 127.0.0.1:%d\r\n" % server.guard.port)
         if body:
             client.sendall(b"Content-Type: application/json\r\nContent-Length: 100000\r\n\r\n")
-        began = time.monotonic()
-        with pytest.raises(OSError):
-            while time.monotonic() - began < 8:
-                client.sendall(body or b"a")
-                time.sleep(0.05)
-        assert time.monotonic() - began < 5
+        with pytest.raises(ConnectionError):  # not the TimeoutError of the wait
+            wait_until(lambda: client.sendall(body or b"a"), "it takes a request for ever")
 
 
 @pytest.mark.parametrize(
