@@ -75,6 +75,9 @@ def make_job(layout: dict[str, Any], steps: int, **changes: dict[str, Any]) -> J
     }  # fmt: skip
     for section, fields in changes.items():
         sections[section] = {**sections.get(section, {}), **fields}
+    if "pp" not in layout:  # a pipeline needs several micro-batches; others do the same work in one
+        replicas = layout.get("dp_shard", 1) * layout.get("dp_replicate", 1)
+        sections["batch"]["micro_batch"] = sections["batch"]["global_batch"] // replicas
     return Job.model_validate(sections)
 
 
@@ -153,7 +156,8 @@ def test_a_run_that_changes_its_layout_at_every_step(tmp_path: Path, tied: bool)
     names = TIED if tied else CHAIN
     steps = len(names) + (0 if tied else len(END))
     batch = 8 if tied else 4  # the least for dualpipe, and for four data-parallel ranks
-    changes = {"model": {"tied": tied}, "batch": {"global_batch": batch}}
+    layers = 2 if tied else 4  # as many as stages
+    changes = {"model": {"tied": tied, "layers": layers}, "batch": {"global_batch": batch}}
     run = tmp_path / "run"
     Lease.claim(run)
     rows = run_ranks(chain, 4, names, run, 0, steps, changes, True)[0]
@@ -177,10 +181,11 @@ def test_a_run_that_changes_where_its_experts_are_at_every_step(tmp_path: Path) 
     assert preference.abs().max() >= 0.2  # which has changed who gets which token
 
 
+SHALLOW = {"model": {"layers": 2}}
 OPTIMIZERS = {
-    "adamw int8": {"precision": {"optimizer_states": "int8"}},
-    "muon bf16": {"optimizer": {"name": "muon"}, "precision": {"optimizer_states": "bf16"}},
-    "adafactor": {"optimizer": {"name": "adafactor"}},
+    "adamw int8": {"precision": {"optimizer_states": "int8"}, **SHALLOW},
+    "muon bf16": {"optimizer": {"name": "muon"}, "precision": {"optimizer_states": "bf16"}, **SHALLOW},
+    "adafactor": {"optimizer": {"name": "adafactor"}, **SHALLOW},
 }
 
 
