@@ -69,11 +69,12 @@ def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
 @pytest.fixture(scope="session")
 def warm_command(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder for PATH whose `meshwright` runs in forks of a server that has imported torch."""
+    """A folder for PATH whose `meshwright`, and `python-warm`, run in forks of a server that has imported torch."""
     folder, warm = tmp_path_factory.mktemp("warm"), Path(__file__).parent / "warm"
-    command = folder / "meshwright"
-    command.write_text(f'#!/bin/sh\nexec {sys.executable} -S -E {warm}/client.py {folder}/socket "$@"\n')
-    command.chmod(0o755)
+    for name, first in (("meshwright", ""), ("python-warm", "--python ")):
+        command = folder / name
+        command.write_text(f'#!/bin/sh\nexec {sys.executable} -S -E {warm}/client.py {folder}/socket {first}"$@"\n')
+        command.chmod(0o755)
     server = subprocess.Popen(
         [sys.executable, warm / "server.py", folder / "socket"],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -85,6 +86,14 @@ def warm_command(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     yield folder
     server.stdin.close()
     assert server.wait(timeout=120) == 0  # longer only than a busy machine takes
+
+
+@pytest.fixture
+def warm_python(warm_command: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A Python that has imported torch; what this process starts by `sys.executable` runs in it too."""
+    python = warm_command / "python-warm"
+    monkeypatch.setattr(sys, "executable", str(python))
+    return python
 
 
 TINY_JOB = """

@@ -125,13 +125,13 @@ def test_what_does_not_work_is_named(own: None, tiny_job: Path, fields: dict[str
 
 
 @pytest.mark.thorough
-def test_an_installed_package_is_found_by_the_command(installed: Path, tiny_job: Path) -> None:
+def test_an_installed_package_is_found_by_the_command(installed: Path, tiny_job: Path, warm_command: Path) -> None:
     """In a new process, which registers nothing itself."""
 
     def command(*words: str) -> subprocess.CompletedProcess[str]:
         paths = os.pathsep.join([str(installed), os.environ.get("PYTHONPATH", "")])
         return subprocess.run(
-            [sys.executable, "-m", "meshwright", *words],
+            [warm_command / "meshwright", *words],
             env={**os.environ, "PYTHONPATH": paths},
             capture_output=True,
             text=True,

@@ -80,7 +80,9 @@ def test_debug_shows_the_traceback(cli, tiny_job: Path) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.skipif(os.geteuid() != 0, reason="a small disk needs the right to mount one")
-def test_a_full_disk_is_named_and_leaves_nothing_half_written(tiny_job: Path, tmp_path: Path) -> None:
+def test_a_full_disk_is_named_and_leaves_nothing_half_written(
+    tiny_job: Path, tmp_path: Path, warm_command: Path
+) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=260k", "tmpfs", str(disk)], capture_output=True)
@@ -88,12 +90,14 @@ def test_a_full_disk_is_named_and_leaves_nothing_half_written(tiny_job: Path, tm
         pytest.skip("this sandbox does not let root mount a tmpfs")
     try:
         arguments = ["train", "job.toml", "--set", "data.cache=cache", "--set", "run.folder=disk/run"]
-        too_large = _command(tmp_path, *arguments)  # 4 bytes × 124,000 parameters do not fit: refused before it starts
+        too_large = _command(
+            warm_command, tmp_path, *arguments
+        )  # 4 bytes × 124,000 parameters do not fit: refused before it starts
         assert too_large.returncode == 2 and "run.folder" in too_large.stderr and "GB free" in too_large.stderr
         assert list(disk.iterdir()) == []
 
         smaller = ["--set", "model.width=32", "--set", "model.ffn_width=64", "--set", "model.layers=1"]
-        fills = _command(tmp_path, *arguments, *smaller, "--set", "run.steps=4000")
+        fills = _command(warm_command, tmp_path, *arguments, *smaller, "--set", "run.steps=4000")
         assert fills.returncode == 2, fills
         assert "run.folder" in fills.stderr and len(fills.stderr.strip().splitlines()) == 1
         assert not list(disk.rglob("*.partial"))
@@ -101,10 +105,8 @@ def test_a_full_disk_is_named_and_leaves_nothing_half_written(tiny_job: Path, tm
         subprocess.run(["umount", str(disk)], check=True)
 
 
-def _command(cwd: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [sys.executable, "-m", "meshwright", *arguments], cwd=cwd, capture_output=True, text=True, timeout=120
-    )
+def _command(commands: Path, cwd: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run([commands / "meshwright", *arguments], cwd=cwd, capture_output=True, text=True, timeout=120)
 
 
 def test_commands_that_only_read(cli, tiny_job: Path) -> None:

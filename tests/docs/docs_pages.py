@@ -70,13 +70,13 @@ def run_page(page: Path, folder: Path, cache: Path, commands: list[Path]) -> Non
         _check_pictures(page, folder)
 
 
-def run_python(page: Path, folder: Path, cache: Path) -> None:
+def run_python(page: Path, folder: Path, cache: Path, python: Path) -> None:
     """Run a page's Python blocks in one process, in `folder`, and hold shown text to what they print."""
     text = page.read_text(encoding="utf-8")
     found = python_blocks(text)
     (folder / "blocks.json").write_text(json.dumps([block.command for block in found]), encoding="utf-8")
     done = subprocess.run(
-        [sys.executable, Path(__file__).with_name("run_blocks.py"), page.name, "blocks.json", "printed.json"],
+        [python, Path(__file__).with_name("run_blocks.py"), page.name, "blocks.json", "printed.json"],
         cwd=folder,
         env=_environment(folder, cache, []),
         capture_output=True,

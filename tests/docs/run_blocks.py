@@ -1,6 +1,6 @@
 """Runs a page's Python blocks in order in one namespace, and writes down what each printed.
 
-python run_blocks.py PAGE BLOCKS.json PRINTED.json      `builtin:stdlib` is one package of the standard library
+python run_blocks.py PAGE BLOCKS.json PRINTED.json
 """
 
 import contextlib
@@ -11,13 +11,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "warm"))
-from stdlib import narrow_stdlib
-
 if __name__ == "__main__":
     page, blocks, printed = sys.argv[1:]
     gc.set_threshold(50_000)  # as in a command
-    narrow_stdlib()
     sys.path.insert(0, "")  # as in a notebook: modules of the folder one works in
     namespace: dict[str, Any] = {"__name__": "__main__"}
     outputs = []

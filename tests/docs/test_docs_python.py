@@ -11,8 +11,10 @@ OF_THE_API = {"python", "python-train", "python-runs", "python-optimizer", "pyth
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_the_page_s_python_runs(page: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    run_python(page, tmp_path, tmp_path_factory.getbasetemp() / "docs-cache")
+def test_the_page_s_python_runs(
+    page: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, warm_command: Path
+) -> None:
+    run_python(page, tmp_path, tmp_path_factory.getbasetemp() / "docs-cache", warm_command / "python-warm")
 
 
 def test_all_pages_of_the_api_are_among_them() -> None:
@@ -26,8 +28,8 @@ def test_from_a_plan_to_a_loss_takes_less_than_thirty_lines() -> None:
 
 
 @pytest.mark.thorough
-def test_a_block_that_fails_or_prints_something_else_is_seen(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
+def test_a_block_that_fails_or_prints_something_else_is_seen(tmp_path: Path, warm_command: Path) -> None:
+    page, python = tmp_path / "page.md", warm_command / "python-warm"
     for number, (text, expected) in enumerate(
         [
             ("```python\na = 1\n```\n\n```python\nprint(a + 1)\n```\n\n```text\n2\n```\n", None),
@@ -39,8 +41,8 @@ def test_a_block_that_fails_or_prints_something_else_is_seen(tmp_path: Path) -> 
         folder.mkdir()
         page.write_text(text)
         if expected is None:
-            run_python(page, folder, tmp_path / "cache")
+            run_python(page, folder, tmp_path / "cache", python)
             continue
         with pytest.raises(AssertionError) as caught:
-            run_python(page, folder, tmp_path / "cache")
+            run_python(page, folder, tmp_path / "cache", python)
         assert expected in str(caught.value)

@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -53,9 +52,9 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
 
 
 @pytest.mark.usefixtures("job")
-def test_the_wrong_line_is_named_and_nothing_else_is_printed(tmp_path: Path) -> None:
+def test_the_wrong_line_is_named_and_nothing_else_is_printed(tmp_path: Path, warm_command: Path) -> None:
     assert EXAMPLE.count(RIGHT) == 1
-    command = [sys.executable, "-m", "meshwright", "train", "own.toml", "--nproc", "2", "--quiet"]
+    command = [str(warm_command / "meshwright"), "train", "own.toml", "--nproc", "2", "--quiet"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path)}
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and done.stdout == "", done

@@ -3,7 +3,6 @@
 import gzip
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +64,9 @@ def test_the_table_says_how(cli: Any, tiny_job: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_two_ranks_are_measured_and_traced_together(tiny_job: Path) -> None:
+def test_two_ranks_are_measured_and_traced_together(tiny_job: Path, warm_command: Path) -> None:
     words = ["bench", "job.toml", *SHORT, "--nproc", "2", "--set", "layout.dp_shard=2", "--trace", "--json"]
-    command = [sys.executable, "-m", "meshwright", *words]
+    command = [str(warm_command / "meshwright"), *words]
     done = subprocess.run(command, cwd=tiny_job.parent, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
@@ -99,6 +98,7 @@ def test_marks_for_nsys_need_a_gpu(cli: Any, tiny_job: Path, words: list[str], s
 
 
 @pytest.mark.thorough
+@pytest.mark.usefixtures("warm_python")
 def test_a_sweep_goes_on_where_it_was_and_survives_what_cannot_run(cli: Any, tiny_job: Path) -> None:
     file = tiny_job.parent / "rows.jsonl"
     sweep = ("bench", "job.toml", *SHORT, "--sweep", "batch.micro_batch=1,3", "--out", str(file), "--json")

@@ -98,8 +98,8 @@ def test_pictures_that_no_model_reads_are_measured_without_a_step(cli: Any, pict
     assert found["step_s"] is None and found["data_wait_share"] is None and "model.vision" in found["step_from"]
     assert found["items_per_s"] == pytest.approx(found["samples_per_s"])
     assert found["stages_s"]["decode"] >= 1000 * SLOW_S and found["stages_s"]["read"] > 0
-    # Sleeping takes no processor; each worker sleeps by itself.
-    assert found["timed_s"] >= found["steps"] * 4 * SLOW_S / max(1, workers) / 2
+    if workers == 0:  # workers may have read before the measurement began
+        assert found["timed_s"] >= found["steps"] * 4 * SLOW_S
     told = cli("bench", "job.toml", *SHORT).out
     assert "unknown without a step" in told and "decode" in told and "CPU time" in told
 
@@ -133,6 +133,7 @@ def test_what_does_not_go_together_is_refused(cli: Any, tiny_job: Path, words: t
 
 
 @pytest.mark.thorough
+@pytest.mark.usefixtures("warm_python")
 def test_a_sweep_of_loaders_prints_samples(cli: Any, tiny_job: Path) -> None:
     words = ("--step-time", "0.01", "--sweep", "data.workers=0", "--out", "rows.jsonl")
     done = cli("bench", "job.toml", *SHORT, *words)

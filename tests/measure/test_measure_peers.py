@@ -54,7 +54,7 @@ def test_a_tiny_shape_is_measured_and_a_missing_peer_is_named(tmp_path: Path) ->
 
 
 @pytest.mark.thorough
-def test_each_of_two_versions_of_a_peer_has_a_folder(tmp_path: Path) -> None:
+def test_each_of_two_versions_of_a_peer_has_a_folder(tmp_path: Path, warm_python: Path) -> None:
     for name in ("torchtitan", "torchtitan-0.3"):
         package = tmp_path / name / "torchtitan"
         package.mkdir(parents=True)
@@ -62,7 +62,7 @@ def test_each_of_two_versions_of_a_peer_has_a_folder(tmp_path: Path) -> None:
     out, systems = tmp_path / "out.json", ["torchtitan", "torchtitan-0.3"]
     words = ["--setting", "tiny", "--repeats", "1", "--systems", ",".join(systems), "--out", str(out)]
     words += [word for name in systems for word in ("--packages", f"{name}={tmp_path / name}")]
-    done = subprocess.run([sys.executable, str(PEERS / "run.py"), *words], capture_output=True, text=True)
+    done = subprocess.run([warm_python, str(PEERS / "run.py"), *words], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(out.read_text())["settings"]["tiny"]["systems"]
     assert {name: each["why"] for name, each in found.items()} == {name: f"this is {name}" for name in systems}

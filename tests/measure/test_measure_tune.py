@@ -98,6 +98,7 @@ def test_what_does_not_fit_is_halved(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.thorough
+@pytest.mark.usefixtures("warm_python")
 def test_the_command_writes_a_job_with_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Real runs on this CPU, one of each kind."""
     monkeypatch.setenv("MESHWRIGHT_PROFILES", str(tmp_path))

@@ -1,4 +1,4 @@
-"""Runs `meshwright` commands in forks of a process that has imported torch, for tests that run many of them.
+"""Runs `meshwright` and `python` in forks of a process that has imported torch, for tests that run many of them.
 
 python server.py SOCKET      prints a line once it listens; ends with its standard input
 
@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import json
 import os
+import runpy
 import select
 import signal
 import socket
@@ -84,19 +85,44 @@ def become(request: dict[str, Any]) -> None:
     os.environ.update(request["environment"])
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # as the import sets it, before a fork takes it back
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    sys.argv = ["meshwright", *request["words"]]
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:0] = [path for path in paths if path and path not in sys.path]
     sys.stdin, sys.stdout, sys.stderr = (
         os.fdopen(number, mode, encoding="utf-8", closefd=False) for number, mode in enumerate("rww")
     )
 
 
-def run() -> int:
-    """The command's exit code, once its threads and what it registered have ended as at the end of a program."""
+def start(words: list[str], python: Path) -> None:
+    """The command with these words; after `--python` the command as a module, code, or a script.
+
+    The processes that a script or a measurement starts are forked from the server too.
+    """
+    if words[:1] in (["--python"], ["bench"], ["tune"]):
+        sys.executable = str(python)
+    if words[:1] != ["--python"]:
+        words = ["--python", "-m", "meshwright", *words]
+    rest = words[2:] if words[1] == "-P" else words[1:]
+    if rest[:2] == ["-m", "meshwright"]:
+        sys.argv = ["meshwright", *rest[2:]]
+        meshwright.cli.main()
+    elif rest[0] == "-c":
+        sys.argv = ["-c", *rest[2:]]
+        exec(compile(rest[1], "<string>", "exec"), {"__name__": "__main__"})
+    else:
+        sys.argv = rest
+        sys.path.insert(0, str(Path(rest[0]).parent))
+        runpy.run_path(rest[0], run_name="__main__")
+
+
+def run(words: list[str], python: Path) -> int:
+    """The program's exit code, once its threads and what it registered have ended as at the end of a program."""
     code = 0
     try:
-        meshwright.cli.main()
+        start(words, python)
     except SystemExit as stop:
-        code = int(stop.code or 0)
+        if isinstance(stop.code, str):
+            sys.stderr.write(stop.code + "\n")
+        code = 1 if isinstance(stop.code, str) else int(stop.code or 0)
     except BaseException:
         traceback.print_exc()
         code = 1
@@ -113,6 +139,7 @@ if __name__ == "__main__":
     narrow_stdlib()
     if (request := serve(sys.argv[1])) is not None:
         become(request)
-        os._exit(run())  # to take all that the server imported apart would copy it first: 0.4 s for each command
+        code = run(request["words"], Path(sys.argv[1]).with_name("python-warm"))
+        os._exit(code)  # to take all that the server imported apart would copy it first: 0.4 s for each command
     else:
         Path(sys.argv[1]).unlink()
