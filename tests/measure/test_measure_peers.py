@@ -35,9 +35,9 @@ def run() -> Any:
 
 
 @pytest.mark.thorough
-def test_a_tiny_shape_is_measured_and_a_missing_peer_is_named(tmp_path: Path) -> None:
+def test_a_tiny_shape_is_measured_and_a_missing_peer_is_named(tmp_path: Path, warm_python: Path) -> None:
     words = f"--setting tiny --repeats 1 --warmup 2 --steps 2 --out {tmp_path / 'out.json'}".split()
-    done = subprocess.run([sys.executable, str(PEERS / "run.py"), *words], capture_output=True, text=True)
+    done = subprocess.run([warm_python, str(PEERS / "run.py"), *words], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "out.json").read_text())["settings"]["tiny"]
     assert found["systems"]["ours"]["tokens_per_s"] > 0

@@ -34,11 +34,11 @@ def speedrun() -> Any:
 
 
 @pytest.mark.thorough
-def test_a_tiny_run_of_ours_and_a_peer(tmp_path: Path) -> None:
+def test_a_tiny_run_of_ours_and_a_peer(tmp_path: Path, warm_python: Path) -> None:
     out = tmp_path / "out.jsonl"
     words = f"--tiny --systems ours,transformers --steps ours=12 --steps transformers=12 --out {out}".split()
     done = subprocess.run(
-        [sys.executable, str(BENCHMARKS / "speedrun.py"), *words], capture_output=True, text=True, check=False
+        [warm_python, str(BENCHMARKS / "speedrun.py"), *words], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     ours, transformers = map(json.loads, out.read_text().splitlines())
