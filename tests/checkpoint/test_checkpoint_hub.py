@@ -172,6 +172,7 @@ def test_without_the_package_it_says_what_to_install(job: Path, monkeypatch: pyt
         load_job(str(job))
 
 
+@pytest.mark.thorough
 def test_ranks_train_from_a_name_that_one_process_downloads(folder: Path, job: Path) -> None:
     with serving(Hub(folder, NAME)) as hub:
         (folder / "pytorch_model.bin").write_bytes(b"a pickle nobody asks for")
@@ -220,6 +221,7 @@ def bare(folder: Path, path: Path, weights: str, size: int) -> Path:
     return path
 
 
+@pytest.mark.thorough
 def test_an_interrupted_download_continues_where_it_stopped(folder: Path, job: Path, tmp_path: Path) -> None:
     shard, size = "model.safetensors", 25 << 20
     with serving(Hub(bare(folder, tmp_path / "large", shard, size), NAME, cut={shard: 22 << 20})) as hub:

@@ -76,6 +76,7 @@ def test_commands_print_the_values_beside_them(row: Row, printed: dict[str, str]
     assert row.values and not missing, f"{missing} in none of what {row.commands} prints:\n{text}"
 
 
+@pytest.mark.thorough
 def test_a_row_whose_job_does_not_fit_says_so(printed: dict[str, str]) -> None:
     large = [row for row in ROWS if any("does not fit" in printed[command] for command in row.commands)]
     assert [row.said for row in large if "does not fit" not in row.line] == [] and len(large) >= 5
