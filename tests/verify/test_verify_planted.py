@@ -138,5 +138,5 @@ def test_a_sample_has_bugs_of_every_third_of_the_list(monkeypatch: pytest.Monkey
     monkeypatch.setattr(planted, "warm_up", lambda: None)
     monkeypatch.setattr(planted, "results", lambda planned, jobs, timeout_s: tasks.extend(planned) or [])
     assert planted.main() == 0
-    third = len(BUGS) // 3
-    assert [task.bug.name for task in tasks] == [BUGS[number].name for number in (0, third, 2 * third)]
+    starts = (0, len(BUGS) // 3, 2 * len(BUGS) // 3)
+    assert [task.bug.name for task in tasks] == [BUGS[number].name for number in starts]
