@@ -9,8 +9,8 @@ from typing import Any
 
 from meshwright.version import VERSION as __version__
 
-# OpenMP's threads spin while they wait for work, and beside another busy process the thread that all wait for may have
-# no core: training on two cores was eight times slower there. Here they sleep, unless the user has set how they wait.
+# OpenMP's threads spin while they wait for work, and on a busy machine the thread that all wait for may have no
+# core: a training loop on two cores was six times slower there. Here they sleep, unless the user has set how they wait.
 # OpenMP reads this once, when torch is loaded; processes that this one starts inherit it.
 if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"} & os.environ.keys():
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
