@@ -68,6 +68,7 @@ def test_its_states_are_saved_and_resumed_in_another_layout(own: None, tiny_job:
     assert len(resumed.losses) == 10 and resumed.losses == pytest.approx(whole.losses, rel=1e-4)
 
 
+@pytest.mark.thorough
 def test_states_that_it_did_not_declare_are_refused(own: None, tiny_job: Path) -> None:
     with pytest.raises(UserError, match=r'Undeclared keeps "velocity" for every entry, and its states = \(\)'):
         meshwright.train(meshwright.load_job(tiny_job, set={"optimizer.name": "undeclared"}))
@@ -82,6 +83,7 @@ def test_states_that_it_did_not_declare_are_refused(own: None, tiny_job: Path) -
         meshwright.train(meshwright.load_job(tiny_job, set={"optimizer.name": "counting", "run.folder": "other"}))
 
 
+@pytest.mark.thorough
 def test_torch_s_own_optimizers_become_ours_by_declaring(own: None, tiny_job: Path) -> None:
     class NAdam(torch.optim.NAdam):
         elementwise = True

@@ -24,6 +24,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> meshwright.Run:
     return meshwright.train(job, nproc=2)
 
 
+@pytest.mark.thorough
 def test_a_run_tells_what_was_and_is(run: meshwright.Run) -> None:
     again = meshwright.open_run(run.path)
     assert again.state == "done" and repr(again) == f"Run({str(run.path)!r}, done, step 6)"

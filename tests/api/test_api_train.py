@@ -54,6 +54,7 @@ def test_callbacks_hear_of_everything(here: None, tiny_job: Path) -> None:
     assert run.losses[-1] < run.losses[0]
 
 
+@pytest.mark.thorough
 def test_a_callback_may_ask_to_stop_and_the_run_be_resumed(here: None, tiny_job: Path) -> None:
     whole = meshwright.train(meshwright.load_job(tiny_job, set={"run.folder": "whole"}))
     notes = Notes(stop_at=3)
@@ -65,6 +66,7 @@ def test_a_callback_may_ask_to_stop_and_the_run_be_resumed(here: None, tiny_job:
     assert meshwright.train(tiny_job, resume=True).losses == whole.losses
 
 
+@pytest.mark.thorough
 def test_what_a_callback_raises_ends_the_run_and_reaches_the_caller(here: None, tiny_job: Path) -> None:
     def fail(row: dict[str, Any]) -> None:
         if row["step"] == 2:
@@ -93,6 +95,7 @@ def test_ranks_of_its_own_report_to_callbacks_here(here: None, own: None, tiny_j
     assert run.losses == pytest.approx(alone.losses, rel=1e-4)
 
 
+@pytest.mark.thorough
 def test_ranks_stop_when_a_callback_asks(here: None, tiny_job: Path) -> None:
     job = meshwright.load_job(tiny_job, set={"layout.dp_shard": 2, "run.steps": 100000})
     run = meshwright.train(job, callbacks=[Notes(stop_at=2)], nproc=2)

@@ -56,6 +56,7 @@ def test_the_run_itself_reads_a_source_of_one_s_own(own: None, tiny_job: Path) -
     assert len(report.legs) == 4 and any("counted:60 as it is" in note for note in report.notes)
 
 
+@pytest.mark.thorough
 def test_a_replaced_optimizer_is_verified_anew(own: None, tiny_job: Path) -> None:
     """The single process's run is kept between checks, but not over a change of what it ran."""
     job = meshwright.load_job(tiny_job, set={"layout.dp_replicate": 2, "optimizer.name": "nesterov"})

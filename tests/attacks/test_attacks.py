@@ -29,6 +29,7 @@ def _raise(error: BaseException) -> None:
     raise error
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("run", "verdict"),
     [

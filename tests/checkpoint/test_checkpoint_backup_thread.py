@@ -35,6 +35,7 @@ def limits(monkeypatch: pytest.MonkeyPatch, **seconds: float) -> None:
         monkeypatch.setattr(f"meshwright.checkpoint.{module}.{name}", value)
 
 
+@pytest.mark.thorough
 def test_a_silent_store_holds_up_nothing_and_is_reported_once(tmp_path: Path, monkeypatch, gate) -> None:
     limits(monkeypatch, STALLED_S=0.02, PATIENCE_S=0.0, RETRY_S=0.0, LAST_S=0.3)
     run, store, told = tmp_path / "run", f"memory://silent-{tmp_path.name}", Reports()

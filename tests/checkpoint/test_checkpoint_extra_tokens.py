@@ -45,6 +45,7 @@ def published(folder: Path) -> dict[str, torch.Tensor]:
     return extra
 
 
+@pytest.mark.thorough
 def test_a_job_that_asks_for_them_reads_and_writes_every_tensor(cli, tiny_job: Path, tmp_path: Path) -> None:
     extra = published(tmp_path / "hf")
     text = tiny_job.read_text().replace('preset = "tiny-llama"', 'init_from = "hf"\nextra_tokens = 1')

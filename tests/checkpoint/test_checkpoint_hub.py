@@ -101,6 +101,7 @@ def test_a_name_in_the_cache_is_the_folder_of_its_commit(cache: Path, folder: Pa
         fetch_start(loaded.model)  # all there
 
 
+@pytest.mark.thorough
 def test_the_commands_take_a_name_where_they_take_a_folder(cli, cache: Path, folder: Path, job: Path) -> None:
     cached(cache, folder, NAME)
     assert cli("plan", "--check", "job.toml", "--cluster", "1xh100").code == 0

@@ -49,6 +49,7 @@ def wrong_masters(job: Job, folder: Path) -> tuple[int, list[str]]:
     return sum(master.numel() for master in weights.masters.values()), bad
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("case", "ranks", "layout"),
     [

@@ -53,6 +53,7 @@ def worst(ours: Tensor, theirs: Tensor) -> float:
     return float((ours - theirs).abs().max() / theirs.abs().max())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("base", ["nf4", "int8"])
 def test_peft_and_a_merged_folder_compute_what_the_run_computes(folder: Path, tmp_path: Path, base: str) -> None:
     loaded = load_job(job_file(folder, tmp_path, base))

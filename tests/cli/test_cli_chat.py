@@ -84,6 +84,7 @@ def run(trained: Path, cli: Any, tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
+@pytest.mark.thorough
 def test_the_report_marks_what_was_learned(run: Path) -> None:
     from meshwright.studio import write_report
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 
+@pytest.mark.thorough
 def test_sets_are_judged_by_name(cli, tiny_job: Path) -> None:
     """One run of a few steps, judged by two sets on the way, serves every case."""
     Path("other").mkdir()

@@ -73,6 +73,7 @@ def test_json_output_holds_its_keys(cli, tiny_job: Path) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.thorough
 def test_a_run_trained_again_from_its_job_file_gives_byte_identical_losses(cli, tiny_job: Path) -> None:
     assert cli("train", "job.toml", "--set", "run.seed=3", "--set", "run.folder=one").code == 0
     again = cli("train", "one/job.toml", "--set", "run.folder=two")

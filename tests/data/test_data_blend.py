@@ -24,12 +24,14 @@ def worst_lag(blend: Blend, samples: int) -> float:
     return float(np.abs(had - due).max())
 
 
+@pytest.mark.thorough
 def test_a_million_samples_of_70_20_10():
     blend = Blend([(0, (0.7, 0.2, 0.1))])
     assert worst_lag(blend, 10**6) < 1
     assert blend.given(10**6) == (700_000, 200_000, 100_000)
 
 
+@pytest.mark.thorough
 def test_a_million_samples_of_a_mixture_in_stages():
     stages = [(0, (0.7, 0.2, 0.1)), (333_337, (0.25, 0.25, 0.5)), (600_001, (0, 0.9999, 0.0001)), (900_000, (1, 1, 1))]
     assert worst_lag(Blend(stages), 10**6) < 1 - 1e-9

@@ -189,6 +189,7 @@ def message(content="hi", role="assistant"):
     return {"messages": [{"role": "user", "content": "hello"}, {"role": role, "content": content}]}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("record", "match"),
     [

@@ -85,6 +85,7 @@ def _hash(store: TokenStore) -> str:
     return hashlib.sha256(raw).hexdigest()[:16]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", KEPT)
 def test_tokens_are_those_of_version_0_1(folder: Path, case: str) -> None:
     fields, hashes, bounds = KEPT[case]

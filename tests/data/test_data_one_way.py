@@ -62,6 +62,7 @@ def both_ways(tmp_path: Path, *sources: Path, **fields) -> tuple[Corpus, Corpus]
     return prepare(named, 300), prepare(Data(sources=(str(tmp_path / "out"),)), 300)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("fraction", [0.0, 0.1])
 @pytest.mark.parametrize("name", KINDS)
 def test_both_ways_give_the_same(tmp_path: Path, name: str, fraction: float) -> None:
@@ -78,6 +79,7 @@ def test_both_ways_give_the_same(tmp_path: Path, name: str, fraction: float) -> 
         assert sum(starts) == documents and (starts[1] > 0) == (fraction > 0)
 
 
+@pytest.mark.thorough
 def test_a_large_input_is_numbered_over_all_its_units(tmp_path: Path, monkeypatch) -> None:
     """Whoever reads it, with few units or many: a document is held out by its place in the input alone."""
     (tmp_path / "a.jsonl").write_text("{broken\n" + LINES)

@@ -74,6 +74,7 @@ def test_packing_is_textbook_best_fit_and_loses_nothing(drawn: tuple[list[int], 
     assert shares.truncated <= running.truncated + 1e-12
 
 
+@pytest.mark.thorough
 @settings(deadline=None, max_examples=80)
 @given(lengths_and_room, st.booleans(), st.booleans(), st.sampled_from(["best-fit", "none"]))
 def test_labels_stay_in_their_document(drawn: tuple[list[int], int], masked: bool, some: bool, packing: str):

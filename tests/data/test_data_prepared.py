@@ -98,6 +98,7 @@ def test_reads_across_shards_are_reads_of_one_row(folder: Path) -> None:
             assert store.starts_between(start, stop).tolist() == inside.tolist()
 
 
+@pytest.mark.thorough
 def test_killed_ten_times_it_ends_as_if_it_never_was(wishes: Wishes, folder: Path, tmp_path: Path, monkeypatch) -> None:
     """Before its first shard, between a shard's tokens and its record, and after one or two records, in turns."""
     from meshwright.data.prepared import shard

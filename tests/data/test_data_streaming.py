@@ -168,6 +168,7 @@ def test_a_stream_that_cannot_be_read_is_refused(data: Data, tmp_path: Path, flo
             Data(stream=True, **fields)
 
 
+@pytest.mark.thorough
 def test_a_run_that_streams_resumes_exactly(cli, tiny_job: Path) -> None:
     common = ["--set", "data.stream=true", "--set", "data.shuffle_buffer=3", "--set", "schedule.name=constant"]
     common += ["--set", "schedule.warmup_steps=0"]

@@ -214,6 +214,7 @@ FOLDS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("special", [True, False])
 @pytest.mark.parametrize("fold", list(FOLDS))
 def test_text_is_never_normalised_to_a_control_token(tmp_path: Path, fold: str, special: bool) -> None:

@@ -29,6 +29,7 @@ def checker() -> ModuleType:
     return module
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("exercise", EXERCISES)
 def test_the_solution_passes_and_what_is_broken_or_open_is_told(checker: ModuleType, exercise: str) -> None:
     assert checker.check(exercise, str(FOLDER / exercise / "solution.py")) is None
@@ -41,6 +42,7 @@ def test_a_model_that_is_not_sharded_is_no_solution_of_the_third(checker: Module
     assert "all numbers are right, but a rank holds 100% of the model" in told
 
 
+@pytest.mark.thorough
 def test_the_layer_is_graded_by_verify() -> None:
     folder = FOLDER / "tensor_parallel"
     assert all(grade.ok for grade in grade_layer(f"{folder}/solution.py:ParallelLinear"))

@@ -21,6 +21,7 @@ def site() -> Iterator[ModuleType]:
         sys.path.remove(str(ROOT / "scripts"))
 
 
+@pytest.mark.thorough
 def test_every_page_is_there_and_every_link_leads_somewhere(site: ModuleType, tmp_path: Path) -> None:
     site.build(ROOT, tmp_path)
     assert site.broken(tmp_path) == []

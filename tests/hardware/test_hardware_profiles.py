@@ -151,6 +151,7 @@ def test_the_answer_says_what_rates_are_from(gpu: str, said: str) -> None:
     assert machine_of(parse_cluster(f"1x{gpu}")).profile == said
 
 
+@pytest.mark.thorough
 def test_a_search_and_its_relatives_name_the_profile(tmp_path: Path) -> None:
     runner, at = CliRunner(), ["--cluster", "8xh200"]
     for words in (["--top", "1"], ["--days", "3000", "--tokens", "1e9"]):

@@ -44,6 +44,7 @@ def events(kind: str, folder: str = "run") -> list[dict[str, Any]]:
     return [event for event in RunFolder.open(Path(folder)).events() if event["kind"] == kind]
 
 
+@pytest.mark.thorough
 def test_lost_and_damaged_checkpoints_come_back_from_the_backup() -> None:
     train("checkpoint.backup_to=elsewhere", "run.steps=9", folder="alone")
     train()
@@ -117,6 +118,7 @@ def _rank(*overrides: str) -> None:
     run_job(load_job("job.toml", words), QUIET, place, resume=True)
 
 
+@pytest.mark.thorough
 def test_ranks_share_what_rank_zero_brought_back() -> None:
     train("run.steps=4")
     shutil.rmtree("run")

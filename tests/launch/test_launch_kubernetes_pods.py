@@ -52,6 +52,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["jobset", "pytorchjob"])
 def test_two_pods_train_save_on_sigterm_and_resume(site: str, tmp_path: Path, kind: str) -> None:
     run = tmp_path / "volume/runs/two"

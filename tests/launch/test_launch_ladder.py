@@ -78,12 +78,14 @@ def ends(run: Path, monkeypatch: pytest.MonkeyPatch, code: int, found: Rehearsal
     return ended.returncode, (rung.run / "slurm/over").read_text().strip(), status_of(run).why
 
 
+@pytest.mark.thorough
 def test_a_rank_that_does_not_fit_ends_the_ladder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code, over, why = ends(tmp_path / "run", monkeypatch, 1, SHORT)
     assert code == 1 and over == "failed: the trial says no"
     assert why.startswith("no-go from the rehearsal: rank 48 of 64 (last stage) needs 84.1 GiB")
 
 
+@pytest.mark.thorough
 def test_ranks_that_fit_let_the_trials_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code, over, _ = ends(tmp_path / "run", monkeypatch, 0, WHOLE)
     assert (code, over) == (0, "done")
@@ -91,6 +93,7 @@ def test_ranks_that_fit_let_the_trials_start(tmp_path: Path, monkeypatch: pytest
     assert told["go"] and told["step_s"] == 3.75 and "3.75 s per step" in told["why"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("code", "why"), [(1, "holds no rehearsal"), (2, "the rehearsal failed, see")])
 def test_a_rehearsal_that_failed_lets_nothing_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, why: str

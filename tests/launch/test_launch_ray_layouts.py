@@ -4,6 +4,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import meshwright
 from meshwright.job import Job, load_job
 from meshwright.launch.ray.layouts import gpu_of, splits
@@ -32,6 +34,7 @@ def test_tensor_parallel_ranks_stay_on_one_machine(tmp_path: Path) -> None:
     assert split(four, [3, 2]).resources(gpus=True) == [{"CPU": 2.0, "GPU": 2.0}] * 2
 
 
+@pytest.mark.thorough
 def test_smaller_layouts_keep_the_batch(tmp_path: Path) -> None:
     eight = job(tmp_path, "layout.dp_shard=6", "batch.global_batch=12", "batch.micro_batch=1")
 

@@ -63,6 +63,7 @@ def words_of(task: dict[str, Any], variables: dict[str, str], folder: Path) -> l
     return ["python", *words]
 
 
+@pytest.mark.thorough
 def test_the_nodes_train_and_resume(tmp_path: Path) -> None:
     (volume := tmp_path / "volume").mkdir()
     (site := tmp_path / "site.toml").write_text(f'gpus_per_node = 1\n[kubernetes]\nmount = "{volume}"\n')

@@ -42,9 +42,11 @@ gpu_request = "none"
 time = "10"
 """
 STEPS = 24
-# Imported by every Python of a job: steps that take a moment, so that there is time to interrupt them.
+# Imported by every Python of a job. An attempt with a gate waits after the step that its file names, until the test has
+# done to it what it wants and opens the gate.
 SLOW = """
 import time
+from pathlib import Path
 from meshwright.runs import RunFolder
 
 metric = RunFolder.metric
@@ -52,9 +54,13 @@ metric = RunFolder.metric
 def slow(self, row):
     metric(self, row)
     time.sleep(0.15)
+    gate = Path(self.path).parent / "gates" / f"{Path(self.path).name}-{row['attempt']}"
+    while gate.is_file() and row["step"] >= int(gate.read_text()):
+        time.sleep(0.05)
 
 RunFolder.metric = slow
 """
+GATES = {"outlived-0": 100, "signalled-0": 8, "moved-0": 8, "chained-0": 6, "chained-1": 14}
 JOB = f"""
 [model]
 preset = "tiny-llama"
@@ -114,6 +120,9 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     (folder / "job.toml").write_text(JOB)
     for name, ranks in (("pairs", 2), ("singles", 1)):
         (folder / f"{name}.toml").write_text(PROFILE.format(ranks=ranks))
+    (folder / "gates").mkdir()
+    for attempt, step in GATES.items():
+        (folder / f"gates/{attempt}").write_text(str(step))
     (folder / "slow").mkdir()
     (folder / "slow/sitecustomize.py").write_text(SLOW)
     path = os.pathsep.join([str(folder / "slow"), str(Path(__file__).parents[2])])
@@ -185,8 +194,15 @@ def _train(*overrides: str) -> None:
     run_job(load_job("job.toml", overrides), Console(quiet=True), place)
 
 
-def signal_before_the_limit(job: str) -> None:
+def signal_before_the_limit(run: str, job: str, attempt: int = 0) -> None:
     subprocess.run(["scancel", "--batch", "--signal=USR1", job], check=True)
+    let_it_stop(run, attempt)
+
+
+def let_it_stop(run: str, attempt: int = 0) -> None:
+    """Open an attempt's gate once the ranks have been asked to stop."""
+    wait_for(Path(run, "logs/stop").exists, f"{run} is asked to stop")
+    Path("gates", f"{run}-{attempt}").unlink()
 
 
 @pytest.fixture(scope="module")
@@ -234,6 +250,7 @@ def controller_dies(job: str, cluster: Cluster) -> tuple["subprocess.CompletedPr
     logged = meshwright("logs", "outlived")
     wait_for(lambda: len(rows("outlived")) > made, "steps")
     os.kill(batch_script(cluster, job), signal.SIGUSR1)  # as before its time limit
+    let_it_stop("outlived")
     wait_for(lambda: log.read_text().count(f"for job {job}\n") > 1, "a requeue is tried in vain")
     cluster.start_controller()
     return asked, logged, job
@@ -242,7 +259,7 @@ def controller_dies(job: str, cluster: Cluster) -> tuple["subprocess.CompletedPr
 def signalled(job: str) -> tuple[Status, Status, int]:
     until(lambda: len(rows("signalled")) > 0, "signalled")
     running = status_of(Path("signalled"))
-    signal_before_the_limit(job)
+    signal_before_the_limit("signalled", job)
     until(lambda: state(job).waits, "signalled")
     requeued, step = status_of(Path("signalled")), newest(Path("signalled")).facts.step
     until(lambda: Path("signalled/slurm/over").exists(), "signalled")
@@ -253,6 +270,7 @@ def moved(job: str, cluster: Cluster) -> tuple[str, str]:
     until(lambda: any(Path("moved/checkpoints").glob("step-*/*")) and len(rows("moved")) > 2, "moved")
     before = state(job).nodes
     cluster.crash("node04")
+    Path("gates/moved-0").unlink()
     until(lambda: Path("moved/slurm/over").exists(), "moved")
     return before, RunFolder.open(Path("moved")).attempt(1)["environment"]["variables"]["SLURM_JOB_NODELIST"]
 
@@ -264,7 +282,7 @@ def attempts_are(count: int) -> bool:
 def chained(jobs: list[str]) -> list[str]:
     for number, job in enumerate(jobs[:-1]):
         until(partial(attempts_are, number + 1), "chained")
-        signal_before_the_limit(job)
+        signal_before_the_limit("chained", job, number)
     until(lambda: Path("chained/slurm/over").exists() and not state(jobs[-1]).active, "chained")
     return [state(job).exit_code for job in jobs]
 

@@ -189,6 +189,7 @@ def test_a_refusal_of_sbatch_leaves_nothing(cli, tiny_job: Path, monkeypatch: py
     assert not (tiny_job.parent / "run").exists()
 
 
+@pytest.mark.thorough
 def test_a_run_in_one_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stop, start = "stop", ("start", {"attempt": 0})
     known: dict[str, SlurmJob | None] = {}

@@ -132,6 +132,7 @@ def test_what_an_emulated_format_would_take_long_for_is_left_out(monkeypatch: py
     assert {one.dtype: one.kernel for one in profile.attentions} == {"fp32": "cpu, masked", "bf16": "cpu, masked"}
 
 
+@pytest.mark.thorough
 def test_narrow_formats_take_no_time_from_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are last, so that what a profile has of fp32 does not depend on them."""
     tried = []

@@ -39,6 +39,7 @@ def test_one_graph_serves_every_step(name: str) -> None:
     assert counter.frame_count == 1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_compiled_block_keeps_no_result_of_swiglu_and_values_alone(dtype: torch.dtype) -> None:
     """Counted in D numbers a token: x, both normed inputs, the stream after attention, q, the attention's result,
@@ -76,6 +77,7 @@ def own_forwards() -> Iterator[tuple[str, ast.FunctionDef]]:
                 yield f"{file.name}: {part.name}", forward
 
 
+@pytest.mark.thorough
 def test_no_function_ends_its_forward_with_a_conversion() -> None:
     """If such a conversion changes nothing, torch 2.11's compiler gives zero gradients, without a word."""
     found = []
@@ -87,6 +89,7 @@ def test_no_function_ends_its_forward_with_a_conversion() -> None:
     assert found == ["norm.py: _RMSNorm"]  # which the compiler never sees
 
 
+@pytest.mark.thorough
 def test_functions_with_a_starred_parameter_keep_their_context_without_gradients() -> None:
     """Else torch's compiler fails, or leaves a block uncompiled, in evaluations."""
     starred = {name: forward for name, forward in own_forwards() if forward.args.vararg is not None}

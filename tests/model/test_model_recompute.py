@@ -60,6 +60,7 @@ def inputs() -> dict[str, Any]:
     return {"x": tokens, "labels": labels, "valid_count": B * S, "draws": Draws(0, 0, torch.arange(B))}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -73,6 +74,7 @@ def test_stated_bytes_are_those_that_live_after_the_forward(variant: str, mix: s
     assert loss.grad_fn is not None
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_stated_flops_are_those_the_backward_repeats(variant: str, mix: str) -> None:

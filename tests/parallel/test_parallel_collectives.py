@@ -63,12 +63,14 @@ def layer_traffic(sp: bool) -> tuple[dict[str, int], dict[str, int]]:
     return {k: v for k, v in count.items() if v}, {k: v for k, v in size.items() if v}
 
 
+@pytest.mark.thorough
 def test_two_all_reduces_a_layer_forward_and_two_backward_without_sequence_parallelism() -> None:
     for count, size in run_ranks(layer_traffic, T, False):
         assert count == {"all_reduce": 4}
         assert size == {"all_reduce": 4 * (4 * B * S * D)}  # an all-reduce moves 2(t−1)/t of it: 16·sbh·(t−1)/t in bf16
 
 
+@pytest.mark.thorough
 def test_sequence_parallelism_gathers_and_scatters_the_same_bytes_instead() -> None:
     for count, size in run_ranks(layer_traffic, T, True):
         norms = count.pop("all_reduce", 0)  # the norms' weights: their gradients are parts, summed over the ranks

@@ -77,6 +77,7 @@ def differences(method: str) -> dict[str, dict[str, float]]:
     return {name: difference(method, case) for name, case in CASES.items()}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("method", METHODS)
 def test_as_on_one_device(method: str, ranks: int) -> None:

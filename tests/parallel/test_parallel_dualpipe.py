@@ -136,6 +136,7 @@ def wrong(verdict: Verdict) -> set[str]:
     return {row.kind for row in verdict.rows if row.ok is False}
 
 
+@pytest.mark.thorough
 def test_the_gradient_of_one_copy_left_behind_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     job = dualpipe_job(tied=True)
     assert check(job).ok
@@ -153,6 +154,7 @@ def test_the_gradient_of_one_copy_left_behind_is_seen(monkeypatch: pytest.Monkey
     assert [row.name for row in verdict.rows if row.ok is False and row.kind == "gradient"] == ["final_norm.weight"]
 
 
+@pytest.mark.thorough
 def test_new_values_that_do_not_come_back_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     job = dualpipe_job(steps=3)
     refresh = StagedWeights.refresh

@@ -108,6 +108,7 @@ def test_compiled_gradients_are_the_eager_ones() -> None:
         assert torch.equal(ours, theirs) and theirs.any()
 
 
+@pytest.mark.thorough
 def test_compiled_blocks_have_the_eager_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     compile_module = nn.Module.compile
     monkeypatch.setattr(nn.Module, "compile", lambda self: compile_module(self, backend="aot_eager"))
@@ -140,6 +141,7 @@ def test_linears_of_the_blocks_change_and_nothing_else() -> None:
     assert not any(isinstance(module, Fp8Linear) for module in exact.modules())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("layout", [{"dp_shard": 2, "zero": 3}, {"pp": 2, "schedule": "zb-h1"}], ids=str)
 def test_layouts_that_cut_no_matrix_compute_what_one_process_does(layout: dict[str, Any]) -> None:
     """With the same micro-batches every scale is the same, and what is left is the order of sums in fp32."""

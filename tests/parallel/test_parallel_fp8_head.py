@@ -113,6 +113,7 @@ def test_the_head_of_the_last_stage_changes_where_it_is_asked_for() -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("layout", [{"dp_shard": 2, "zero": 3}, {"pp": 2}], ids=str)
 def test_layouts_that_do_not_cut_the_head_compute_what_one_process_does(layout: dict[str, Any]) -> None:
     [alone] = run_ranks(observe, 1, make_job(), None)

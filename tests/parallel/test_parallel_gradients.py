@@ -120,6 +120,7 @@ def test_a_gpus_norm_is_that_of_float64() -> None:
         assert float(square_sum(masters, shards)) == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("layout", [{"dp_shard": 2, "zero": 3}, {"dp_shard": 2, "pp": 2}], ids=str)
 def test_layouts_stay_with_one_device_and_with_wide_gradients(layout: dict[str, Any]) -> None:
     [alone] = run_ranks(observe, 1, make_job(), None)

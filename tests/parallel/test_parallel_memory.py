@@ -106,6 +106,7 @@ ROWS: dict[str, tuple[dict[str, int], Callable[[int], dict[str, float]]]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("row", ROWS)
 def test_bytes_a_parameter_equal_the_documented_row(row: str, accumulation: int) -> None:

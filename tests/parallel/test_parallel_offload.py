@@ -58,6 +58,7 @@ def test_one_process_computes_the_same(offload: list[str]) -> None:
     assert check(make_job(offload)).ok
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "layout",
     [{"dp_shard": 2, "zero": 3}, {"dp_shard": 2, "zero": 1}, {"pp": 2}, {"pp": 2, "schedule": "zb-h1"}],
@@ -66,6 +67,7 @@ def test_ranks_compute_the_same(layout: dict[str, Any]) -> None:
     assert check(make_job(ALL, **layout)).ok
 
 
+@pytest.mark.thorough
 def test_the_recipe_for_two_small_cards_computes_the_same() -> None:
     job, _ = shrink(load_job("10b-2xrtx3090").job)
     assert set(job.memory.offload) == {"optimizer", "params"} and job.layout.zero == 3
@@ -250,6 +252,7 @@ def uncounted(job: Job, name: str) -> tuple[list[Any], list[Any], list[str]]:
     return counted, [row["loss"] for row in rows], [str(one.message) for one in caught if "counted" in str(one.message)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["is_gathering", "shard_bytes", "parameter_groups"])
 def test_counters_that_fail_are_reported_once_and_fail_no_run(name: str) -> None:
     for counted, found, messages in run_ranks(uncounted, 2, make_job(["params"], dp_shard=2, zero=3), name):

@@ -131,6 +131,7 @@ def test_zero_3_with_a_split_backward_is_refused(schedule: str) -> None:
         require_layout(job, 4)
 
 
+@pytest.mark.thorough
 def test_zero_3_with_a_split_backward_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """The reason for the refusal: when this fails, torch has learned it and the refusal can go."""
     job = pipeline_job("zb-v", ranks=2, micro_batches=8, dp_shard=2, zero=3)

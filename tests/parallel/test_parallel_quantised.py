@@ -8,6 +8,7 @@ from meshwright.parallel import World, apply, build, quantised
 from meshwright.verify import check, load_matrix
 
 
+@pytest.mark.thorough
 def test_a_torch_that_cannot_shard_integers_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(apply, "TORCH_SHARDS_INTEGERS", False)
     [job] = [line.job for line in load_matrix() if line.name == "llama, nf4 · dp_shard 2, zero 3, some projections"]

@@ -174,6 +174,7 @@ def messages_of_a_step(jobs: list[Job]) -> list[int]:
     return sent[:-1]
 
 
+@pytest.mark.thorough
 def test_a_ring_whose_result_is_kept_is_not_run_again() -> None:
     """Forward sends keys once, backward sends keys and their gradients; full recomputation repeats the forward."""
     layers = MODEL["layers"]
@@ -211,6 +212,7 @@ def test_selective_with_a_split_backward_would_fail(monkeypatch: pytest.MonkeyPa
         check(make_job("selective", pp=2, schedule="zb-h1"))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("recompute", "given"),
     [

@@ -107,6 +107,7 @@ SEARCHED = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", SEARCHED)
 def test_a_search_finds_what_trying_all_of_them_finds(name: str) -> None:
     job, cluster = SEARCHED[name]

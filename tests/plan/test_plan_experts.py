@@ -88,6 +88,7 @@ def test_a_capacity_is_not_modelled_and_said_to_be() -> None:
     assert predict(mixture({"dp_shard": 8, "zero": 1}), nodes(1)).not_modelled == ()
 
 
+@pytest.mark.thorough
 def test_a_search_spreads_experts_that_do_not_fit_otherwise() -> None:
     found = search(asked("mixtral-8x7b", 4096, 128), nodes(4))
     assert found.best and found.best[0].job.layout.ep > 1

@@ -222,6 +222,7 @@ def test_sixty_four_gpus_are_eight_nodes(cli: Callable[..., Any]) -> None:
     assert "is taken as" in rounded["notes"][0]
 
 
+@pytest.mark.thorough
 def test_a_batch_too_small_for_its_gpus_is_named(cli: Callable[..., Any]) -> None:
     words = ("plan", "--model", "llama-3-8b", "--top", "1", "--json", "--cluster")
     assert "small for 16,384 GPUs" in json.loads(cli(*words, "2048x8xh100").out)["warning"]

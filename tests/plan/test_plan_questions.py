@@ -67,6 +67,7 @@ def test_the_longest_sequence_and_the_largest_batch(cli: Callable[..., Any], kin
     assert more["size"] > one["size"], "more memory holds more"
 
 
+@pytest.mark.thorough
 def test_a_limit_of_days_makes_the_largest_model_smaller(cli: Callable[..., Any]) -> None:
     words = (*SMALL, "--cluster", "2xrtx-4090", "--largest", "model", "--tokens", "1e9")
     (free,) = json.loads(cli(*words).out)["clusters"]
@@ -98,6 +99,7 @@ def test_each_part_is_searched_again() -> None:
     assert predict(base.job, nodes(1, "h200"), every_rank=False).step_s == pytest.approx(base.prediction.step_s)
 
 
+@pytest.mark.thorough
 def test_no_choice_is_beaten_and_every_other_is() -> None:
     job, cluster = asked("llama-3.2-1b", 2048, 64), Cluster(nodes=1, gpus_per_node=4, gpu="a100-40gb")
     tried = choices(Question(job, cluster, "", ()), 2.0)

@@ -23,6 +23,7 @@ def test_a_small_model_is_replicated() -> None:
     assert (best.layout.tp, best.layout.pp, best.layout.cp, best.memory.recompute) == (1, 1, 1, "none")
 
 
+@pytest.mark.thorough
 def test_a_search_keeps_asynchronous_tensor_parallelism_where_it_runs_and_never_begins_it() -> None:
     with_it = search(asked("llama-3-70b", 8192, 64, layout={"async_tp": True}), nodes(2)).best
     assert any(one.job.layout.tp > 1 for one in with_it)
@@ -33,6 +34,7 @@ def test_a_search_keeps_asynchronous_tensor_parallelism_where_it_runs_and_never_
     assert any(one.job.layout.tp > 1 for one in without) and not any(one.job.layout.async_tp for one in without)
 
 
+@pytest.mark.thorough
 def test_175b_on_1024_lands_near_what_was_run() -> None:
     """Data × tensor × pipeline of 16 × 8 × 8 is among the first, and all have tp in a node."""
     found = search(asked("gpt3-175b", 2048, 1536), nodes(128, "a100-80gb"))
@@ -99,6 +101,7 @@ def test_an_odd_sequence_is_planned_without_cutting_it() -> None:
     assert found.best and {one.job.layout.tp * one.job.layout.cp for one in found.best} == {1}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("cluster", ["3x8xh100", "6xh100", "5x4xh100", "96x8xh100"])
 def test_the_usual_batch_is_one_that_the_machines_share(cluster: str) -> None:
     """Nobody asked for it, so it must not be what stands in the way; where they are a power of two, nor is it moved."""

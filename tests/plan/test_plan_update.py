@@ -36,6 +36,7 @@ def job_with(name: str, states: str, **optimizer: Any) -> Job:
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "states", "more"), CASES)
 def test_states_have_the_bytes_that_are_counted(name: str, states: str, more: dict[str, Any]) -> None:
     """Of every matrix, and in a plan; vectors are exact and a count of steps is kept, which are thousandths."""

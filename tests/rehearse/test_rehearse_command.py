@@ -28,6 +28,7 @@ def pipeline(tiny_job: Path) -> Path:
     return tiny_job
 
 
+@pytest.mark.thorough
 def test_one_rank_of_each_stage_is_measured_and_saved(cli: Any, pipeline: Path, tmp_path: Path) -> None:
     done = cli("rehearse", "job.toml", "--each-stage", *SHORT, "--out", "found", "--json", "--profile")
     assert done.code == 0, done.err

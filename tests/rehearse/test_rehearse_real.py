@@ -64,6 +64,7 @@ def test_a_rehearsed_rank_holds_and_sends_what_a_real_one_does(name: str, ranks:
         assert one.operations > 0 and one.same_messages, one.differing
 
 
+@pytest.mark.thorough
 def test_with_a_real_router_only_the_rows_to_experts_differ() -> None:
     """It sees other numbers than among real ranks, so that experts get only about as many tokens."""
     name = "moe · dp_shard 2, ep 2"

@@ -92,6 +92,7 @@ def chat_of(path: Path, tokens: int = 24, system: str | None = None) -> Chat:
     return open_chat(path, "cpu", system, tokens=tokens, temperature=0)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_prompt_with_special_tokens_is_continued_as_transformers_does(family: str, tmp_path: Path) -> None:
     folder, run, out = tmp_path / "hf", tmp_path / "run", tmp_path / "out"

@@ -95,6 +95,7 @@ def rows(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "run" / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.thorough
 def test_the_first_loss_is_that_of_the_assistants_tokens_alone(folder: Path, run: Path) -> None:
     """Every conversation by itself through transformers, with labels where the assistant speaks and nowhere else."""
     job = load_job(str(run / "job.toml")).job

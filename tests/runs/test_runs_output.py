@@ -51,6 +51,7 @@ def test_a_run_outlives_its_output(
         assert event["log"] == "logs/rank-0.out" and "\nfinished at step 10 " in (run.path / event["log"]).read_text()
 
 
+@pytest.mark.thorough
 def test_a_launcher_and_its_ranks_outlive_their_output(tiny_job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["--nproc", "2", "--set", "layout.dp_replicate=2"]
     run = train(monkeypatch, dead_pipe(), tiny_job.parent, *words)

@@ -124,6 +124,7 @@ def drawer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
+@pytest.mark.thorough
 def test_answers_depend_on_the_picture(talker: Path) -> None:
     for name in COLOURS:
         chat = open_chat(talker / "run", "cpu", None, Shown([talker / f"{name}.png"]), temperature=0, tokens=8)

@@ -103,6 +103,7 @@ LOST = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", LOST)
 def test_a_checkpoint_that_lacks_a_state_is_refused_by_its_name(name: str) -> None:
     lost = LOST[name]
@@ -291,6 +292,7 @@ def _memories(folder: str, *overrides: str) -> dict[str, torch.Tensor]:
     return weights.reduction.memories
 
 
+@pytest.mark.thorough
 def test_what_was_not_sent_stays_the_same_in_all_whatever_the_number_of_replicas() -> None:
     run_ranks(_ranks, 2, "run", *COMPRESSED, "layout.compress=topk", "run.steps=4")
     for replicas in (2, 4):
@@ -301,6 +303,7 @@ def test_what_was_not_sent_stays_the_same_in_all_whatever_the_number_of_replicas
         torch.testing.assert_close(sum(memories[name] for memories in held), saved)
 
 
+@pytest.mark.thorough
 def test_what_was_not_sent_is_cut_anew_where_tp_changes() -> None:
     fields = ["layout.compress=topk", "model.kv_heads=2"]
     run_ranks(_ranks, 2, "run", *COMPRESSED, *fields, "run.steps=4")
@@ -312,6 +315,7 @@ def test_what_was_not_sent_is_cut_anew_where_tp_changes() -> None:
             assert saved.abs().max() > 0 and torch.equal(torch.cat(halves, dim), saved)
 
 
+@pytest.mark.thorough
 def test_pipedream_goes_on_where_its_pipeline_was_empty() -> None:
     overrides = ["layout.pp=2", "layout.schedule=pipedream", "model.layers=2", "model.tied=false"]
     overrides += ["checkpoint.keep_last=9", "batch.global_batch=1"]
@@ -321,6 +325,7 @@ def test_pipedream_goes_on_where_its_pipeline_was_empty() -> None:
     assert rows("run") == rows("whole")
 
 
+@pytest.mark.thorough
 def test_a_stale_process_stops_without_harm(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that was believed dead wakes up in the middle of its run, after another has finished it."""
     from meshwright.train import Trainer

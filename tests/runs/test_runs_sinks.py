@@ -114,6 +114,7 @@ def test_mlflow_gets_the_rows_and_what_the_attempt_ran(here: Path, monkeypatch: 
     assert "attempts/0.json" in mlflow.of("log_artifact")[0][0][0] and mlflow.of("end_run") == [(("FINISHED",), {})]
 
 
+@pytest.mark.thorough
 def test_a_resumed_run_continues_its_run_in_mlflow(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mlflow = Mlflow()
     fake(monkeypatch, "mlflow", mlflow)
@@ -147,6 +148,7 @@ def test_the_real_tensorboard_reads_back_what_was_written(here: Path) -> None:
     assert any(tag.startswith("attempt") for tag in read.Tags()["tensors"])
 
 
+@pytest.mark.thorough
 def test_a_resumed_run_continues_its_run_in_wandb(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = Calls()
     fake(monkeypatch, "wandb", calls)

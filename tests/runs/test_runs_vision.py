@@ -58,6 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.thorough
 def test_a_resumed_run_continues_exactly(tmp_path: Path) -> None:
     whole = train(tmp_path / "whole", *SMALL, "run.steps=6", "schedule.warmup_steps=2")
     kept = ["checkpoint.every_steps=3", "run.steps=6", "schedule.warmup_steps=2"]
@@ -77,6 +78,7 @@ def test_import_and_export_give_the_same_files(folder: Path, tmp_path: Path) -> 
     assert configs[0].items() <= configs[1].items()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("train_parts", [["projector", "decoder"], ["projector"]])
 def test_parts_that_are_not_trained_stay_as_they_are(folder: Path, tmp_path: Path, train_parts: list[str]) -> None:
     job = tmp_path / "job.toml"

@@ -35,6 +35,7 @@ LLAMA = {
 EXPERTS = {"count": 8, "top_k": 2, "ffn_width": 64}
 
 
+@pytest.mark.thorough
 def test_layouts_and_their_pictures() -> None:
     planner = Planner()
     found = planner.answer({"part": "search", **STATE, "full": True})
@@ -176,6 +177,7 @@ def test_what_would_fit_is_said_as_on_the_command_line(cli: Callable[..., Any]) 
     assert re.search(r"try (\d+ nodes with \d+ GPUs each|\d+ GPUs in a node), \d+ times the GPUs\.", small), small
 
 
+@pytest.mark.thorough
 def test_every_gpu_on_offer_can_be_planned_and_guessed_rates_say_so() -> None:
     """Otherwise the list would offer cards that are then refused."""
     gpus = choices(Path("runs"))["gpus"]

@@ -52,6 +52,7 @@ def test_how_many_nodes(cli: Callable[..., Any]) -> None:
     assert "No number of these nodes is enough" in answer("size", **too_little)["sentence"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["model", "sequence", "batch"])
 def test_the_largest_opens_as_a_plan(kind: str, cli: Callable[..., Any]) -> None:
     found = answer(kind)

@@ -153,6 +153,7 @@ def test_a_restart_overrides_the_steps_it_did_again_and_is_marked(tmp_path: Path
     assert '"y":[9.0,9.0,1.25,1.25,1.25]' in html
 
 
+@pytest.mark.thorough
 def test_a_long_run_stays_small_and_keeps_its_spikes(tmp_path: Path) -> None:
     run = new_run(tmp_path / "run")
     noise = random.Random(0)

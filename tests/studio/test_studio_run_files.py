@@ -65,6 +65,7 @@ def put_in_the_middle(path: Path, line: bytes) -> None:
     path.write_bytes(b"".join([lines[0], line + b"\n", *lines[1:]]))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("line", BAD_LINES.values(), ids=BAD_LINES)
 @pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl", "memory.jsonl"])
 def test_a_bad_line_costs_that_line_and_is_told(tmp_path: Path, name: str, line: bytes) -> None:
@@ -136,6 +137,7 @@ def test_a_report_replaces_links_and_pipes_of_a_run_folder(tmp_path: Path) -> No
     assert own.read_text() == "mine", "a page on its way has a name that nobody can guess"
 
 
+@pytest.mark.thorough
 def test_a_very_long_run_is_read_in_bounded_memory(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", steps=1)
     steps = 40_000

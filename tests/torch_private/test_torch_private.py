@@ -239,6 +239,7 @@ def test_a_pass_sees_the_compiler_s_graph() -> None:
     assert len(graphs) == 1
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("no_machine_code")
 def test_a_last_pass_sees_forward_and_backward() -> None:
     from meshwright.torch_private import graph_passes
@@ -343,6 +344,7 @@ def _hits_and_misses(traced: str, reuse: bool) -> tuple[int, int]:
     return counted["autograd_cache_hit"], counted["autograd_cache_miss"]
 
 
+@pytest.mark.thorough
 def test_graphs_with_autograd_functions_are_traced_once_for_the_same_code_settings_and_kernel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -73,6 +73,7 @@ def test_a_loss_is_judged_by_the_last_ones() -> None:
     assert (RecentLosses([2.0] * 40).score(2.0001) or 0.0) < 1.0, "a flat line is no reason to see spikes"
 
 
+@pytest.mark.thorough
 def test_a_spike_that_comes_once_is_rewound_and_nothing_is_lost(spoil) -> None:
     settings = ("run.on_bad_step=rewind", "run.spike_score=8")
     assert kinds(train("quiet", *settings), "bad_step") == []
@@ -93,6 +94,7 @@ def test_a_batch_that_is_bad_twice_is_passed_over(spoil) -> None:
     assert "nan" not in str(rows("run"))
 
 
+@pytest.mark.thorough
 def test_without_a_checkpoint_it_rewinds_to_the_start_and_not_for_ever(spoil, monkeypatch) -> None:
     train("quiet", "run.steps=3")
     spoil(8, float("inf"), times=1)
@@ -105,6 +107,7 @@ def test_without_a_checkpoint_it_rewinds_to_the_start_and_not_for_ever(spoil, mo
         train("hopeless", "run.on_bad_step=rewind", "run.steps=3")
 
 
+@pytest.mark.thorough
 def test_a_spike_stops_or_is_skipped_as_the_job_says(spoil) -> None:
     spoil(4 * 20, 50.0, times=99)
     with pytest.raises(UserError, match=r"step 21 has loss .* robust deviations above the recent losses"):

@@ -101,6 +101,7 @@ def test_blocks_with_adapters_are_compiled(base: str, recompute: str) -> None:
     assert torch._dynamo.utils.counters["frames"]["ok"] > 0
 
 
+@pytest.mark.thorough
 def test_a_block_that_cannot_be_compiled_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     attend = CausalAttend.__call__
     monkeypatch.setattr(CausalAttend, "__call__", torch.compiler.disable(attend, reason="a test"))

@@ -54,6 +54,7 @@ def test_it_has_its_own_column() -> None:
     assert alone[0]["extra_loss"] == pytest.approx(15 / 16 * alone[0]["loss"], rel=0.02)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_reports_the_same(layout: str) -> None:
     [alone] = run_ranks(rows_of, 1, job({}))

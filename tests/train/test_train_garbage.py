@@ -37,6 +37,7 @@ def test_cycles_go_when_they_are_due(thawed: None) -> None:
     assert gc.isenabled() and gc.get_freeze_count() == 0
 
 
+@pytest.mark.thorough
 def test_what_a_parent_froze_stays_so(thawed: None) -> None:
     for inside in (collected_by_schedule, frozen):
         with inside():

@@ -126,6 +126,7 @@ def test_a_bad_step_stops_skips_or_is_kept_as_the_job_says(run) -> None:
     assert training.weights.masters["layers.0.ffn.gate.weight"].isnan().any()
 
 
+@pytest.mark.thorough
 def test_compiled_blocks_compute_the_same(run, monkeypatch: pytest.MonkeyPatch) -> None:
     eager, _, _ = run("run.steps=2")
     compile_module = nn.Module.compile

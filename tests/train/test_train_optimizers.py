@@ -259,12 +259,14 @@ def parity_job(name: str, form: str, layout: dict[str, int]) -> Job:
     return job.model_copy(update={"model": job.model.model_copy(update={"vocab_size": 41, "layers": 3})})
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "form", "layout"), LAYOUTS)
 def test_layouts_update_as_one_process_does(name: str, form: str, layout: dict[str, int]) -> None:
     verdict = check(parity_job(name, form, layout))
     assert verdict.ok, verdict.first_wrong
 
 
+@pytest.mark.thorough
 def test_what_a_rank_does_with_its_own_piece_alone_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     jobs = {name: parity_job(name, "fp32", {"dp_shard": 2}) for name in ("muon", "adafactor")}
     for job in jobs.values():

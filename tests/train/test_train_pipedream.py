@@ -147,6 +147,7 @@ def test_all_ranks_record_the_same_rows_with_the_usual_keys() -> None:
     assert first[1]["loss"] == pytest.approx(losses[0], rel=1e-6)  # the first step knows no staleness
 
 
+@pytest.mark.thorough
 def test_it_learns_over_a_long_window_and_messages_do_not_pile_up() -> None:
     def watch(training: Any) -> None:
         outboxes = (training.engine._to_next, training.engine._to_previous)
@@ -186,6 +187,7 @@ def _bad_weight_on_the_last_rank(training: Any) -> None:
         training.weights.refresh()
 
 
+@pytest.mark.thorough
 def test_a_bad_step_stops_the_run_with_its_sentence() -> None:
     for change in (_bad_gradient_of("embed.weight"), _bad_gradient_of("head.weight"), _bad_weight_on_the_last_rank):
         with pytest.raises(UserError, match=r"step 1 has loss .* and gradient norm nan; lower optimizer.lr"):

@@ -170,6 +170,7 @@ def test_training_changes_which_answers_are_preferred(tmp_path: Path):
     assert steps[-1]["reward_margin"] == pytest.approx(steps[-1]["reward_chosen"] - steps[-1]["reward_rejected"])
 
 
+@pytest.mark.thorough
 def test_a_resumed_run_compares_with_the_first_weights(tmp_path: Path):
     """Interrupted and resumed the numbers are those of one run; longer than planned, the pairs it lacks are added; with
     a lost or foreign file of references it is refused."""

@@ -46,6 +46,7 @@ class Ranges:
         return all(any(self.inside(one, other) for other in self.of(outer)) for one in self.of(inner))
 
 
+@pytest.mark.thorough
 def test_two_ranks_write_the_steps_they_were_asked_for(cli, tiny_job: Path, tmp_path: Path) -> None:
     result = cli("train", "job.toml", *settings("layout.dp_shard=2"), "--nproc", "2", "--trace", "2-3")
     assert result.code == 0, result.err
@@ -91,6 +92,7 @@ def test_two_ranks_write_the_steps_they_were_asked_for(cli, tiny_job: Path, tmp_
     assert command[command.index("--trace") + 1] == "2-3"
 
 
+@pytest.mark.thorough
 def test_a_resumed_run_adds_its_traces_and_names_what_it_cannot_trace(cli, tiny_job: Path, tmp_path: Path) -> None:
     result = cli("train", "job.toml", *settings(), "--trace", "4", "--json")
     before = traces_of(tmp_path / "run")
@@ -108,6 +110,7 @@ def test_a_resumed_run_adds_its_traces_and_names_what_it_cannot_trace(cli, tiny_
     assert past.code == 0 and "no trace of steps 2-3: this attempt continues after step 6" in past.out
 
 
+@pytest.mark.thorough
 def test_a_rewound_step_is_traced_in_the_attempt_that_repeats_it(
     cli, tiny_job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,6 +128,7 @@ def test_a_rewound_step_is_traced_in_the_attempt_that_repeats_it(
     assert Ranges(path).facts["steps"] == [3, 4]
 
 
+@pytest.mark.thorough
 def test_a_trace_changes_no_number(cli, tiny_job: Path, tmp_path: Path) -> None:
     runs = {}
     for name, words in {"plain": [], "traced": ["--trace", "2-3"]}.items():
@@ -134,6 +138,7 @@ def test_a_trace_changes_no_number(cli, tiny_job: Path, tmp_path: Path) -> None:
     assert runs["plain"] == runs["traced"]
 
 
+@pytest.mark.thorough
 def test_a_pipeline_names_every_micro_batch_and_stage(cli, tiny_job: Path, tmp_path: Path) -> None:
     words = settings("layout.pp=2", "layout.schedule=1f1b", "model.tied=false", "batch.micro_batch=2")
     result = cli("train", "job.toml", *words, "--nproc", "2", "--trace", "2")

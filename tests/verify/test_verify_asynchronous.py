@@ -32,6 +32,7 @@ def synchronous(job: Job) -> Job:
     return job.model_copy(update={"layout": job.layout.model_copy(update={"schedule": "1f1b"})})
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "job",
     [stale_job(2), stale_job(4, steps=9, every=6, layers=5), stale_job(3, steps=6, every=5, clip=1.0, dropout=0.1)],

@@ -37,6 +37,7 @@ def kinds(verdict: Verdict) -> set[str]:
     return {row.kind for row in verdict.rows if row.ok is False}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("layout", [{"dp_replicate": 2}, {"tp": 2}])
 def test_unbroken_all_is_equal(layout: dict[str, Any]) -> None:
     verdict = check(llama_job(**layout))
@@ -53,6 +54,7 @@ def test_averaging_over_a_rank_s_own_tokens(monkeypatch: Patch) -> None:
     assert kinds(verdict) == {"loss", "norm", "gradient", "update"}
 
 
+@pytest.mark.thorough
 def test_replicated_gradients_counted_once_for_every_copy_in_the_norm(monkeypatch: Patch) -> None:
     square_sum = weights_module.square_sum
     counted = lambda masters, shards: square_sum(masters, {n: replace(p, copies=1) for n, p in shards.items()})  # noqa: E731
@@ -61,6 +63,7 @@ def test_replicated_gradients_counted_once_for_every_copy_in_the_norm(monkeypatc
     assert verdict.first_wrong is not None and verdict.first_wrong.kind == "norm"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"dp_shard": 2, "zero": 1}])
 def test_the_norm_not_summed_over_an_axis(monkeypatch: Patch, layout: dict[str, Any]) -> None:
     square_sum = weights_module.square_sum
@@ -72,6 +75,7 @@ def test_the_norm_not_summed_over_an_axis(monkeypatch: Patch, layout: dict[str, 
     assert "norm" in kinds(verdict) and "gradient" not in kinds(verdict)
 
 
+@pytest.mark.thorough
 def test_gradients_of_replicated_norms_not_summed_over_tp(monkeypatch: Patch) -> None:
     def left_alone(self: Any, module: torch.nn.Module, device_mesh: Any) -> torch.nn.Module:
         return module
@@ -154,6 +158,7 @@ def test_initial_values_that_differ_in_a_layout(monkeypatch: Patch, line: str, w
     assert {"gradient", "loss"} <= kinds(verdict)
 
 
+@pytest.mark.thorough
 def test_a_router_that_prefers_an_expert_by_too_little_to_change_a_choice(monkeypatch: Patch) -> None:
     reset_routers = apply.reset_routers
 

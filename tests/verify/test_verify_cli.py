@@ -30,6 +30,7 @@ def test_a_job_is_shrunk_compared_and_found_equal(cli) -> None:
         assert kind in result.out
 
 
+@pytest.mark.thorough
 def test_json_has_stable_keys(cli) -> None:
     result = cli("verify", DEMO, "--set", "layout.dp_shard=2", "--set", "layout.zero=3", "--steps", "2", "--json")
     answer = json.loads(result.out)
@@ -54,6 +55,7 @@ def test_a_layout_of_one_rank_leaves_nothing_to_compare(cli) -> None:
     assert answer["ranks"] == 1 and answer["nothing_compared"] == sentence
 
 
+@pytest.mark.thorough
 def test_a_wrong_layout_exits_1_with_the_first_diverging_parameter(cli, monkeypatch: pytest.MonkeyPatch) -> None:
     divide = FSDPModule.set_gradient_divide_factor
     monkeypatch.setattr(FSDPModule, "set_gradient_divide_factor", lambda self, factor: divide(self, 2 * factor))
@@ -97,6 +99,7 @@ def test_a_model_of_one_s_own(cli) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.thorough
 def test_a_layer_of_one_s_own(cli, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "import torch\nfrom torch import nn\n\n\n"

@@ -422,6 +422,7 @@ def test_a_ring_that_one_rank_leaves_early_says_who_waits_where(monkeypatch: pyt
     assert re.search(r"\nrank 1 waits ", message), message
 
 
+@pytest.mark.thorough
 def test_a_layout_in_order_passes_and_one_out_of_order_fails_though_equal(monkeypatch: pytest.MonkeyPatch) -> None:
     job = llama_job(dp_shard=2, steps=1)
     verdict = check(job, collectives=True)

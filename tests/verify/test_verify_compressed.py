@@ -21,6 +21,7 @@ LOSSY: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", LOSSY)
 def test_replicas_equal_one_process_that_compresses_as_they_do(name: str) -> None:
     job = llama_job(steps=3, dp_replicate=2, **LOSSY[name])
@@ -32,6 +33,7 @@ def test_replicas_equal_one_process_that_compresses_as_they_do(name: str) -> Non
     assert lossy_losses[1] != pytest.approx(losses[1], rel=1e-9)
 
 
+@pytest.mark.thorough
 def test_the_exchange_with_nothing_left_out_equals_plain_training_under_shards_and_a_pipeline() -> None:
     for layout in ({"dp_shard": 2}, {"pp": 2}):
         verdict = check(llama_job(dp_replicate=2, compress="topk", compress_ratio=1.0, bucket_mb=0.02, **layout))
@@ -49,6 +51,7 @@ def in_the_wrong_order(self: Any, payload: Tensor, run: Any = Replicas.exchange)
     return arriving.view(self.size, -1).flip(0).view_as(arriving), work
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "where", "what", "instead"),
     [

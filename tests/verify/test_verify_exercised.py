@@ -21,6 +21,7 @@ def job_of(line: str, **changes: dict[str, Any]) -> Job:
     return Job.model_validate(job)
 
 
+@pytest.mark.thorough
 def test_the_sign_of_rounding_is_no_mistake() -> None:
     """GPT-2's key bias has no gradient, and Lion steps by the sign of what rounding leaves there."""
     job = job_of("gpt2 · tp 2", optimizer={"name": "lion"})
@@ -44,6 +45,7 @@ def test_a_router_without_a_gradient_is_vacuous_not_unequal(dtype: str, monkeypa
         check(job_of(line, model=alone, optimizer={"name": "lion"}, run={"steps": 1}), dtype)
 
 
+@pytest.mark.thorough
 def test_a_check_that_leaves_attention_out_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     class Pairs(texts.UnequalDocuments):
         """Documents of two tokens: one label each, of a token that sees itself alone."""

@@ -112,6 +112,7 @@ def test_a_head_in_fp8_is_one_more_product(monkeypatch: Patch) -> None:
     assert {"loss", "norm", "gradient"} <= wrong(broke)
 
 
+@pytest.mark.thorough
 def test_sums_of_scores_of_extra_tokens_are_not_judged() -> None:
     """In documents of three tokens only the first has a label two tokens on, and it sees itself alone."""
     job = job_of(dp_shard=2).model_dump()
@@ -121,6 +122,7 @@ def test_sums_of_scores_of_extra_tokens_are_not_judged() -> None:
     assert not {"layers.2.attention.q.weight", "layers.2.attention.k.weight"} & sums
 
 
+@pytest.mark.thorough
 def test_gradients_in_16_bits_are_judged_without_asking_for_sums_in_32() -> None:
     verdict = check(job_of(gradients="bf16", dp_shard=2, zero=2), "bf16")
     assert verdict.ok and set(largest_shares(verdict)) == {"loss", "norm", "gradient", "update"}
@@ -160,6 +162,7 @@ def test_a_loss_scale_that_is_not_taken_out(monkeypatch: Patch) -> None:
     assert "update" in wrong(verdict) and "gradient" not in wrong(verdict)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("layout", [{}, {"dp_shard": 2, "zero": 1}, {"dp_shard": 2, "zero": 3}], ids=str)
 def test_gradients_added_up_in_16_bits(monkeypatch: Patch, layout: dict[str, Any]) -> None:
     asked = apply._gradients
@@ -225,6 +228,7 @@ def test_an_fp8_gradient_without_its_scale(monkeypatch: Patch) -> None:
     assert {"norm", "gradient", "update"} <= wrong(verdict)
 
 
+@pytest.mark.thorough
 def test_a_job_s_own_format_is_judged_beside_float64() -> None:
     job = job_of(gradients="bf16", dp_shard=2)
     small, _ = shrink(job, 1)

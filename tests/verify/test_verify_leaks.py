@@ -126,6 +126,7 @@ def test_a_model_file_that_leaks_fails_the_check(cli, tmp_path: Path, right: str
     assert sentence in answer["first_wrong"]["note"]
 
 
+@pytest.mark.thorough
 def test_what_a_model_adds_to_its_loss_may_depend_on_all_tokens(cli, tmp_path: Path) -> None:
     """As the balance of a router does."""
     text, loss = EXAMPLE.read_text(), "return self.head(self.final_norm(x), labels, valid_count)"

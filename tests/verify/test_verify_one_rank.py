@@ -213,6 +213,7 @@ def _replayed_file(nccl_one: Any, result: Path) -> bool:
     return nccl_one.replay_file(nccl_one.FILE, result, "gloo")
 
 
+@pytest.mark.thorough
 def test_a_layout_is_recorded_into_a_file_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     nccl_one, out = script(), tmp_path / "calls.json"
     for _ in range(2):

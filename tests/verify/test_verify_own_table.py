@@ -77,6 +77,7 @@ def test_torch_prints_nothing_besides(tmp_path: Path) -> None:
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and done.stdout == "", done
 
 
+@pytest.mark.thorough
 def test_a_model_that_fails_in_one_process_too_is_not_failed_by_its_table(cli, tmp_path: Path) -> None:
     text = EXAMPLE.read_text().replace("torch.relu(self.up(x)).square()", "torch.relu(self.up(x)).sqare()")
     failed = verified(cli, tmp_path, text)

@@ -188,6 +188,7 @@ def test_how_documents_are_read_is_part_of_what_is_compared(change: dict[str, An
     assert check.reference(drawn.job, "float64").losses != check.reference(other, "float64").losses
 
 
+@pytest.mark.thorough
 def test_a_wrong_draw_prints_its_job_and_exits_1(cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     drawn = two_ranks(workers=0)
     divide = FSDPModule.set_gradient_divide_factor

@@ -119,6 +119,7 @@ def test_another_token_s_choice_is_detected(dtype: str, monkeypatch: pytest.Monk
     assert {"loss", "gradient"} <= wrong(check(job, dtype))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", ["bf16", "float32"])
 def test_a_router_that_chooses_wrongly_is_detected_although_its_choice_is_not_used(
     dtype: str, monkeypatch: pytest.MonkeyPatch

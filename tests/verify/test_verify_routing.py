@@ -83,6 +83,7 @@ def always_the_first(self: Router, scores_BSN: Tensor) -> Tensor:
     return torch.arange(self.experts.top_k).expand(*scores_BSN.shape[:2], -1)
 
 
+@pytest.mark.thorough
 def test_verify_refuses_it_with_exit_code_2(cli, tmp_path: Path, monkeypatch: Patch) -> None:
     shape = "vocab_size = 64\nwidth = 32\nlayers = 2\nheads = 4\nmax_sequence_length = 64"
     experts = "count = 4\ntop_k = 2\nffn_width = 32\nbalance_loss = 0.01"
@@ -132,6 +133,7 @@ TIED: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("layout", TIED, ids=str)
 def test_equal_scores_choose_the_same_experts_in_every_layout(layout: dict[str, Any], monkeypatch: Patch) -> None:
     tie(monkeypatch)
