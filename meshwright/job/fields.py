@@ -101,9 +101,8 @@ def item_plan(data: "Data", sequence_length: int) -> ItemPlan | None:
 def complete_fields(table: dict[str, Any]) -> None:
     """Give fields of a job's tables what the model's encoder reads where they say nothing of their own: the size of an
     item, its tokens, its colours, and slots."""
-    data = table.get("data", {})
-    fields, read = data.get("fields"), _encoder_of(table.get("model", {}))
-    if read is None or not isinstance(fields, dict):
+    data, read = table.get("data"), _encoder_of(table.get("model", {}))
+    if read is None or not isinstance(data, dict) or not isinstance(fields := data.get("fields"), dict):
         return
     data.setdefault("items_per_sequence", read.slots)
     own: dict[str, Any] = {"tokens": read.tokens, "placeholder": read.placeholder}

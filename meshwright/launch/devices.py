@@ -1,14 +1,20 @@
 """One GPU per rank of a machine, or none for any."""
 
+import os
+
 import torch
 
 from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.ranks import Place
 
+RANKS_PER_CORE = 64
+"""More than a test of a large layout needs; thousands of processes on a laptop stop it."""
+
 
 def require_devices(job: Job, ranks_here: int) -> None:
-    """Reject ranks that would have to share a GPU; asks only the driver, so that no GPU memory is used."""
+    """Reject ranks that would have to share a GPU, or more processes than the cores can serve; asks only the driver, so
+    that no GPU memory is used."""
     name = job.run.device
     if name.startswith("cuda:"):
         raise UserError(f'run.device = "{name}" is one GPU, but every rank needs its own; set run.device = "cuda"')
@@ -17,6 +23,12 @@ def require_devices(job: Job, ranks_here: int) -> None:
         raise UserError(
             f"{ranks_here} ranks on this machine need as many GPUs, but it has {count}; start at most {count} here "
             f'or set run.device = "cpu"'
+        )
+    cores = os.cpu_count() or 1
+    if ranks_here > RANKS_PER_CORE * cores:
+        raise UserError(
+            f"{ranks_here} ranks on this machine are too many processes for its {cores} cores; start at most "
+            f"{RANKS_PER_CORE * cores} here"
         )
 
 

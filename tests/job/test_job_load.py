@@ -93,6 +93,7 @@ def test_a_recipe_is_found_by_name() -> None:
         ("[batch]\nmicro_batch = true", [], "batch.micro_batch = true is not allowed; it should be a whole number"),
         ("[batch]\nmicro_batch = 0", [], "batch.micro_batch = 0 is not allowed; it should be greater than 0"),
         ("batch = 4", [], "batch = 4 should be a table; write [batch]"),
+        ('data = "texts"', [], 'data = "texts" should be a table; write [data]'),
         ("", ["precision.compute=bf17"], '--set: precision.compute = "bf17" is not allowed; it should be'),
         ("", ["micro_batch=4"], "--set micro_batch=4 is not section.field=value"),
         ("", ["batch.micro_batch"], "--set batch.micro_batch is not section.field=value"),

@@ -68,6 +68,14 @@ def test_half_of_the_variables_is_refused() -> None:
         find_place({"RANK": "0", "WORLD_SIZE": "2"})
 
 
+def test_processes_without_number_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = load_job("demo", ["run.device=cpu"]).job
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    require_devices(job, 128)
+    with pytest.raises(UserError, match=r"129 ranks on this machine are too many .* start at most 128"):
+        require_devices(job, 129)
+
+
 def test_every_rank_gets_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     job = load_job("demo").job
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
