@@ -8,12 +8,12 @@ import meshwright
 from meshwright.job import Job
 from meshwright.rehearse import RehearsedRank
 
-MODEL = {"vocab_size": 1024, "width": 128, "layers": 4, "heads": 4, "kv_heads": 2, "ffn_width": 384}
+MODEL = {"vocab_size": 1024, "width": 128, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_width": 384}
 
 
 def rehearsed(layout: dict[str, Any], recompute: str = "none", micro_batch: int = 2, **model: Any) -> RehearsedRank:
     """The job's last rank, which has the loss."""
-    sizes = {"sequence_length": 128, "global_batch": 8, "micro_batch": micro_batch}
+    sizes = {"sequence_length": 128, "global_batch": 4, "micro_batch": micro_batch}
     job = Job.model_validate(
         {
             "model": {**MODEL, "max_sequence_length": 128, **model},
@@ -42,9 +42,9 @@ def held_and_planned(rank: RehearsedRank) -> list[tuple[float, float]]:
     [
         ({"pp": 2}, {"tied": True}),
         ({"pp": 2, "dp_shard": 2, "zero": 1}, {"tied": True}),
-        ({"pp": 2, "schedule": "dualpipe"}, {"tied": True}),
-        ({"pp": 2, "schedule": "dualpipe"}, {"tied": False}),
-        ({"pp": 2, "schedule": "zb-v"}, {"tied": True}),
+        ({"pp": 2, "schedule": "dualpipe"}, {"tied": True, "layers": 4}),
+        ({"pp": 2, "schedule": "dualpipe"}, {"tied": False, "layers": 4}),
+        ({"pp": 2, "schedule": "zb-v"}, {"tied": True, "layers": 4}),
         ({"pp": 2}, {"tied": False, "extra_tokens": 1}),
         ({"pp": 2}, {"tied": True, "extra_tokens": 1}),
         ({"tp": 2}, {"tied": False, "extra_tokens": 2}),
@@ -53,7 +53,8 @@ def held_and_planned(rank: RehearsedRank) -> list[tuple[float, float]]:
 )
 def test_copies_have_weights_but_no_states(layout: dict[str, Any], model: dict[str, Any]) -> None:
     """A tied table on the last stage, the embedding there that extra tokens need, a second chain of stages."""
-    for found, planned in held_and_planned(rehearsed(layout, **model)):
+    micro_batch = 1 if "schedule" in layout else 2  # both chains want four micro-batches
+    for found, planned in held_and_planned(rehearsed(layout, micro_batch=micro_batch, **model)):
         assert found == pytest.approx(planned, rel=0.01)  # norms and rounding
 
 
@@ -73,6 +74,6 @@ def test_extra_tokens_take_the_memory_that_is_planned(layout: dict[str, Any], re
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_halves_of_a_backward_keep_what_is_planned_in_between(schedule: str, off: float, recompute: str) -> None:
     """Of zb-v the rank in the middle holds 10% more than planned, for a reason that was not found."""
-    memory = rehearsed({"pp": 2, "schedule": schedule}, recompute, micro_batch=1).memory
+    memory = rehearsed({"pp": 2, "schedule": schedule}, recompute, micro_batch=1, layers=4).memory
     assert memory is not None and memory.planned_bytes is not None
     assert memory.allocated_bytes == pytest.approx(memory.planned_bytes, rel=off)
