@@ -1,9 +1,10 @@
 """Process-wide settings of a run's device."""
 
 import os
-import subprocess
-import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,29 +14,30 @@ from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.job.running import Run
 from meshwright.train import prepare_device
-
-PROGRAM = """
-import threading, torch
-from meshwright.job import Job
-from meshwright.train import prepare_device
-prepare_device(Job(), torch.device("cpu"))
-loader = threading.Thread(target=torch.set_num_threads, args=(1,))  # as torch's page-locking thread does for itself
-loader.start(), loader.join()
-print(torch.get_num_threads())
-unprepared = threading.Thread(target=lambda: print(torch.get_num_threads()))
-unprepared.start(), unprepared.join()
-"""
-"""Prints the compute threads of a thread that was prepared, and of one that was not, once a third asked for one."""
+from meshwright.verify import run_ranks
 
 
-@pytest.mark.thorough
+def _in_a_thread(function: Callable[[], Any]) -> Any:
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(function).result()
+
+
+def _compute_threads() -> tuple[int, int]:
+    """Of a thread that was prepared, and of one that was not, once a third asked for one."""
+    torch.set_num_threads(2)
+
+    def prepared() -> int:
+        prepare_device(Job(), torch.device("cpu"))
+        _in_a_thread(lambda: torch.set_num_threads(1))  # as torch's page-locking thread does for itself
+        return torch.get_num_threads()
+
+    return _in_a_thread(prepared), _in_a_thread(torch.get_num_threads)
+
+
 def test_the_loaders_thread_takes_no_core_from_updates_on_the_host() -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "2"}
-    command = [sys.executable, "-c", PROGRAM]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout.split()
-    prepared, unprepared = printed
-    assert unprepared == "1", "torch has changed: what prepare_device does about it may go"
-    assert prepared == "2"
+    [(prepared, unprepared)] = run_ranks(_compute_threads, 1)
+    assert unprepared == 1, "torch has changed: what prepare_device does about it may go"
+    assert prepared == 2
 
 
 def test_compiled_code_is_kept_apart_for_every_kind_of_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

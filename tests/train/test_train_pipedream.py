@@ -1,6 +1,6 @@
 """The asynchronous pipeline as a run: what is refused, versions of the weights, rows, bad steps, stopping."""
 
-import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -105,30 +105,29 @@ def test_a_rank_keeps_as_many_versions_as_ranks_are_left_and_no_more(pp: int, st
 
 
 def _count_versions_in_memory(training: Any) -> None:
-    """How many copies of one parameter are alive after the second update and after the last."""
-    master = next(p for name, p in training.weights.masters.items() if name.endswith("ffn.down.weight"))
-    counted: list[int] = []
-    training.recorder.counted = counted
-    update = training._backward_and_update
+    """How many of all versions of one parameter are alive after the second update and after the last."""
+    training.recorder.counted = []
+    weights, update = training.weights, training._backward_and_update
+    refresh, versions = weights.refresh, []
 
-    def alike() -> set[int]:
-        gc.unfreeze()  # a run's own collecting hides what stood before it
-        tensors = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor)]
-        return {t.data_ptr() for t in tensors if t.shape == master.shape and t.is_leaf and t.requires_grad}
+    def remember() -> None:
+        name = next(name for name in weights.masters if name.endswith("ffn.down.weight"))
+        versions.append(weakref.ref(weights.newest.tensors[name]))
 
-    # What the process that forked this rank had left lying around is not this run's.
-    strangers = alike() - {t.data_ptr() for t in training.weights.newest.tensors.values()}
+    def refresh_and_remember() -> None:
+        refresh()
+        remember()
 
     def counting(step: int, counts: Any) -> Any:
         result = update(step, counts)
         if step in (2, training.job.run.steps):
-            counted.append(len(alike() - strangers - {master.data_ptr()}))
+            training.recorder.counted.append(sum(version() is not None for version in versions))
         return result
 
-    training._backward_and_update = counting
+    remember()
+    weights.refresh, training._backward_and_update = refresh_and_remember, counting
 
 
-@pytest.mark.thorough
 def test_versions_nobody_needs_are_let_go_of() -> None:
     for rank, (memory, _, _) in enumerate(train(job(3, steps=4), _count_versions_in_memory)):
         assert memory.counted == [3 - rank, 1]  # the pipeline is full, then empty
