@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from verify_jobs import llama_job
+from verify_jobs import llama_job, matrix_jobs
 
 from meshwright.job import Job, load_job
 from meshwright.layout import ranks_of, require_layout
 from meshwright.parallel import PipeDream
 from meshwright.parallel.pipelining.pipedream import Version, VersionedWeights
 from meshwright.train import asynchronous
-from meshwright.verify import Verdict, check, compare, load_matrix, shrink
+from meshwright.verify import Verdict, check, compare, shrink
 from meshwright.verify.check import reference
 
 Patch = pytest.MonkeyPatch
@@ -137,7 +137,7 @@ def test_a_shrunk_job_stays_one_that_can_be_stale(pp: int, layers: int) -> None:
 
 
 def test_the_load_of_experts_is_counted_by_all_stages() -> None:
-    job = next(line.job for line in load_matrix() if line.name == "moe, untied · pp 2, pipedream")
+    job = matrix_jobs()["moe, untied · pp 2, pipedream"]
     verdict = check(job)
     metrics = {row.name.partition(",")[0] for row in verdict.rows if row.kind == "metric" and row.ok}
     assert verdict.equal and metrics >= {"expert_entropy", "expert_imbalance", "idle_experts"}

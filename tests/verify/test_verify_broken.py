@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from verify_jobs import llama_job
+from verify_jobs import llama_job, matrix_jobs
 
 from meshwright.job import Job
 from meshwright.model import routers
@@ -18,7 +18,7 @@ from meshwright.parallel import weights as weights_module
 from meshwright.parallel.engine import OneStage
 from meshwright.parallel.pipelining.weights import StagedWeights
 from meshwright.train import trainer
-from meshwright.verify import Verdict, check, load_matrix
+from meshwright.verify import Verdict, check
 from meshwright.verify.check import reference
 
 Patch = pytest.MonkeyPatch
@@ -134,10 +134,6 @@ def test_a_sequence_cut_in_halves_where_attention_expects_two_pieces_a_rank(monk
     assert {"loss", "norm", "gradient", "update"} <= kinds(verdict)
 
 
-def matrix_job(name: str) -> Job:
-    return next(line.job for line in load_matrix() if line.name == name)
-
-
 @pytest.mark.parametrize(
     ("line", "weight"),
     [
@@ -154,7 +150,7 @@ def test_initial_values_that_differ_in_a_layout(monkeypatch: Patch, line: str, w
         rows = rows_of(*arguments)
         return lambda name, *rest: rows(name, *rest) + (1e-4 if name == f"layers.1.{weight}" else 0.0)
 
-    verdict = broken(matrix_job(line), lambda: monkeypatch.setattr(materialise, "_with_adapters", shifted))
+    verdict = broken(matrix_jobs()[line], lambda: monkeypatch.setattr(materialise, "_with_adapters", shifted))
     assert {"gradient", "loss"} <= kinds(verdict)
 
 
@@ -167,6 +163,8 @@ def test_a_router_that_prefers_an_expert_by_too_little_to_change_a_choice(monkey
         for _, router in routers(model):
             router.preference[0] += 1e-12
 
-    verdict = broken(matrix_job("moe · dp_shard 2, ep 2"), lambda: monkeypatch.setattr(apply, "reset_routers", unequal))
+    verdict = broken(
+        matrix_jobs()["moe · dp_shard 2, ep 2"], lambda: monkeypatch.setattr(apply, "reset_routers", unequal)
+    )
     names = {row.name for row in verdict.rows if row.ok is False}
     assert names and all(name.endswith(".moe.router.preference") for name in names)

@@ -3,19 +3,18 @@
 from typing import Any
 
 import pytest
+from verify_jobs import matrix_jobs
 
 from meshwright.job import Job
-from meshwright.verify import check, load_matrix
+from meshwright.verify import check
 from meshwright.verify import documents as texts
 from meshwright.verify.check import reference
 from meshwright.verify.compare import zero_gradients
 from meshwright.verify.vacuous import Vacuous
 
-LINES = {line.name: line.job for line in load_matrix()}
-
 
 def job_of(line: str, **changes: dict[str, Any]) -> Job:
-    job = LINES[line].model_dump()
+    job = matrix_jobs()[line].model_dump()
     for section, fields in changes.items():
         job[section] = {**job[section], **fields}
     return Job.model_validate(job)
@@ -38,7 +37,7 @@ def test_a_router_without_a_gradient_is_vacuous_not_unequal(dtype: str, monkeypa
     """A single score divided by itself is 1; what Lion makes of the router's rounding differs in every layout."""
     monkeypatch.setattr("meshwright.layout.experts.require_router", lambda job: None)  # which refuses this cause of it
     line = "moe · dp_shard 2, ep 2"
-    experts = LINES[line].model.experts
+    experts = matrix_jobs()[line].model.experts
     assert experts is not None
     alone = {"experts": experts.model_dump() | {"top_k": 1, "normalised": True, "balance_loss": 0.0, "z_loss": 0.0}}
     with pytest.raises(Vacuous, match=r"only rounding errors arrive as the gradient of layers\.0\.moe\.router"):
@@ -64,7 +63,7 @@ def test_a_check_that_leaves_attention_out_is_refused(monkeypatch: pytest.Monkey
 
 def test_a_capacity_that_drops_nothing_is_refused() -> None:
     """Every expert may take whole sequences."""
-    experts = LINES["moe-capacity · dp_shard 2, ep 2"].model.experts
+    experts = matrix_jobs()["moe-capacity · dp_shard 2, ep 2"].model.experts
     assert experts is not None
     roomy = {"experts": experts.model_dump() | {"capacity": 3.0}}
     with pytest.raises(Vacuous, match=r"model\.experts\.capacity = 3: no token was dropped .*; lower it"):

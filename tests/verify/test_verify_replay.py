@@ -7,13 +7,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from verify_jobs import matrix_jobs
 
 from meshwright.api import verify
 from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.model import Router
 from meshwright.parallel import World, build
-from meshwright.verify import Verdict, check, load_matrix
+from meshwright.verify import Verdict, check
 from meshwright.verify.check import _reference, reference
 from meshwright.verify.formats import in_format
 from meshwright.verify.observe import observe
@@ -32,7 +33,7 @@ def fresh_references() -> Iterator[None]:
 
 def mixture(steps: int = 1, batch: dict[str, Any] | None = None, recompute: Any = "none", **layout: Any) -> Job:
     """The matrix's mixture with two layers, four experts and two of them for a token."""
-    base = next(line.job for line in load_matrix() if line.name == "moe · dp_shard 2, ep 2").model_dump()
+    base = matrix_jobs()["moe · dp_shard 2, ep 2"].model_dump()
     base["layout"], base["run"]["steps"], base["memory"]["recompute"] = layout, steps, recompute
     base["batch"] |= batch or {}
     base["evaluation"]["every_steps"] = 0

@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from verify_jobs import matrix_jobs
 
 from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.model import Router
 from meshwright.parallel import Weights
-from meshwright.verify import check, load_matrix
+from meshwright.verify import check
 from meshwright.verify.check import _reference, reference
 from meshwright.verify.replay import Choices
 from meshwright.verify.vacuous import require_routing
@@ -32,7 +33,7 @@ def fresh_references() -> Iterator[None]:
 
 def mixture(top_k: int = 2, batch: dict[str, Any] | None = None, **layout: Any) -> Job:
     """The matrix's mixture of four experts, for one step."""
-    base = next(line.job for line in load_matrix() if line.name == "moe · dp_shard 2, ep 2").model_dump()
+    base = matrix_jobs()["moe · dp_shard 2, ep 2"].model_dump()
     base["layout"], base["run"]["steps"], base["model"]["experts"]["top_k"] = layout, 1, top_k
     base["batch"] |= batch or {}
     base["evaluation"]["every_steps"] = 0

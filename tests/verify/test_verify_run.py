@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from verify_jobs import matrix_lines
 
 from meshwright.checkpoint import Checkpoint
 from meshwright.data import Stream, batch, training_stream
@@ -20,10 +21,10 @@ from meshwright.launch.worker import run_quietly
 from meshwright.layout import ranks_of, require_layout
 from meshwright.parallel import World
 from meshwright.train import held_out_batches, open_corpus, training_loader
-from meshwright.verify import Comparison, Verdict, load_matrix, run_check, run_text
+from meshwright.verify import Comparison, Verdict, run_check, run_text
 from meshwright.verify.run_plan import Leg, alone, as_run, legs_of, small_run
 
-LINES = [line for line in load_matrix() if line.through_train]
+LINES = [line for line in matrix_lines() if line.through_train]
 KEYS = {
     "equal", "job", "legs", "dtype", "steps", "seconds", "notes", "could_hide_errors", "first_wrong", "rows",
 }  # fmt: skip
