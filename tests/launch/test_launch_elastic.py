@@ -1,36 +1,56 @@
-"""`meshwright train --nproc`: real ranks under torch's agent, and the ways they end."""
+"""`meshwright train --nproc`: real ranks under torch's agent, and the ways they end.
 
+Launchers are forks of this process, which signals reach as they reach a new program; one is a new program.
+"""
+
+import faulthandler
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from launch_processes import left_over
 from waiting import LIMIT_S, wait_until
 
 from meshwright.checkpoint import newest
+from meshwright.parallel.engine import OneStage
 
-ENDLESS = ["run.steps=100000", "evaluation.every_steps=0", "layout.dp_replicate=2", "data.cache=cache"]
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from fault_runs import Forked, command, processes_of
+
+TWO_RANKS = ["layout.dp_replicate=2", 'data.sources=["builtin:synthetic"]', "evaluation.every_steps=0"]
+ENDLESS = [*TWO_RANKS, "run.steps=100000"]
 
 
 def words(*overrides: str) -> list[str]:
     return ["train", "job.toml", *(word for override in overrides for word in ("--set", override))]
 
 
-def start(folder: Path, *arguments: str, python_path: str = "") -> "subprocess.Popen[str]":
-    path = os.pathsep.join(filter(None, [python_path, os.environ.get("PYTHONPATH", "")]))
-    return subprocess.Popen(
-        [sys.executable, "-m", "meshwright", *arguments],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+class Launcher(Forked):
+    """The command in a folder, where the files `out` and `err` take what it and its ranks say."""
+
+    def __init__(self, folder: Path, *arguments: str, prepare: Callable[[], Any] = lambda: None) -> None:
+        self.folder = folder
+
+        def main() -> None:
+            faulthandler.disable()  # where ranks leave stacks, the command has enabled it
+            prepare()
+            command(list(arguments))
+
+        with (folder / "out").open("w") as out, (folder / "err").open("w") as err:
+            super().__init__(main, {**os.environ, "OMP_NUM_THREADS": "1"}, out, err, folder)
+
+    def finish(self) -> tuple[int, str, str]:
+        """Its exit code and what was said, once it has ended and left no process behind."""
+        code = self.wait(LIMIT_S)
+        assert processes_of(self.folder) == []
+        return code, (self.folder / "out").read_text(), (self.folder / "err").read_text()
 
 
 def ranks(launcher: int) -> list[int]:
@@ -39,11 +59,11 @@ def ranks(launcher: int) -> list[int]:
     return [int(line) for line in listed.split()]
 
 
-def wait_for_steps(process: "subprocess.Popen[str]", run: Path) -> None:
+def wait_for_steps(process: Launcher, run: Path) -> None:
     metrics = run / "metrics.jsonl"
 
     def has_trained() -> bool:
-        assert process.poll() is None, process.communicate()
+        assert process.poll() is None, process.finish()
         return metrics.is_file() and metrics.read_text().count('"loss"') > 3
 
     wait_until(has_trained, "four steps")
@@ -91,18 +111,21 @@ def test_a_run_of_two_ranks(tiny_job: Path, tmp_path: Path) -> None:
         "data.cache=cache",
         f"run.folder={tmp_path}/run",
         "evaluation.sample_prompt=$$x",
+        "evaluation.every_steps=2",
+        "run.steps=4",
     ]
-    process = start(tmp_path, *words(*overrides), "--nproc", "2", "--json")
-    out, err = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 0, err
-    told = json.loads(out)
-    assert told["reason"] == "finished" and told["step"] == 10 and told["folder"] == f"{tmp_path}/run"
-    assert "Traceback" not in err and err.count("validation loss") == 3, "one rank speaks"
+    program = [sys.executable, "-m", "meshwright", *words(*overrides), "--nproc", "2", "--json"]
+    variables = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(program, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["reason"] == "finished" and told["step"] == 4 and told["folder"] == f"{tmp_path}/run"
+    assert "Traceback" not in done.stderr and done.stderr.count("validation loss") == 3, "one rank speaks"
     run = tmp_path / "run"
     job = json.loads((run / "job.resolved.json").read_text())
     assert job["evaluation"]["sample_prompt"] == "$$x"
     assert stop_event(run)["reason"] == "finished"
-    assert newest(run).facts.step == 10 and (run / "report.html").is_file()
+    assert newest(run).facts.step == 4 and (run / "report.html").is_file()
     assert left_over(f"run.folder={run}") == []
 
 
@@ -112,8 +135,7 @@ def test_ranks_that_are_new_programs_as_on_gpus(cli, tiny_job: Path, monkeypatch
 
     monkeypatch.setattr(elastic, "can_fork", lambda job: False)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    small = ["run.steps=1", "evaluation.every_steps=0", "layout.dp_replicate=2", "run.folder=run", "data.cache=cache"]
-    result = cli(*words(*small), "--nproc", "2")
+    result = cli(*words(*TWO_RANKS, "run.steps=1", "run.folder=run"), "--nproc", "2")
     assert result.code == 0, result
     assert newest(Path("run")).facts.step == 1
     assert stop_event(Path("run"))["reason"] == "finished"
@@ -133,77 +155,71 @@ def test_a_job_on_gpus_is_never_forked(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.thorough
 def test_ranks_whose_launcher_was_killed_save_and_stop(tiny_job: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    process = start(tmp_path, *words(*ENDLESS, f"run.folder={run}"), "--nproc", "2")
+    process = Launcher(tmp_path, *words(*ENDLESS, f"run.folder={run}"), "--nproc", "2")
     wait_for_steps(process, run)
-    process.kill()
-    process.communicate(timeout=LIMIT_S)  # until the last rank has closed the streams it shares with its launcher
+    process.send_signal(signal.SIGKILL)
+    process.wait(LIMIT_S)
+    wait_until(lambda: not processes_of(tmp_path), "processes of the run are left")
     event = stop_event(run)
     assert event["signal"] == "launcher died" and newest(run).facts.step == event["step"]
-    wait_until(lambda: not left_over(f"run.folder={run}"), "processes of the run are left")
 
 
 @pytest.mark.thorough
 def test_a_crashed_rank_is_named_leaves_its_stack_and_takes_the_run_with_it(tiny_job: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    process = start(tmp_path, *words(*ENDLESS, f"run.folder={run}", "data.workers=1"), "--nproc", "2")
+    process = Launcher(tmp_path, *words(*ENDLESS, f"run.folder={run}", "data.workers=1"), "--nproc", "2")
     wait_for_steps(process, run)
     os.kill(ranks(process.pid)[1], signal.SIGSEGV)
-    _, err = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 1
+    code, _, err = process.finish()
+    assert code == 1
     assert len(err.splitlines()) == 1 and (
         found := re.search(r"rank 1 was killed by SIGSEGV; its log is (\S+)", err)
     ), err
     assert "in run_job" in Path(found[1]).read_text()
     assert stop_event(run)["reason"] == "failed" and "rank 1" in stop_event(run)["error"]
     assert (run / "report.html").is_file()
-    assert left_over(f"run.folder={run}") == []
 
 
 def test_a_crashing_rank_is_the_only_one_heard(tiny_job: Path, tmp_path: Path) -> None:
-    # Python imports this first in every process it starts, and forks have it: the third step of rank 1 breaks.
-    (tmp_path / "broken").mkdir()
-    (tmp_path / "broken/sitecustomize.py").write_text(
-        "import os\n"
-        "from meshwright.parallel.engine import OneStage\n"
-        "whole = OneStage.accumulate\n"
-        "def breaks(self, data, step):\n"
-        "    if step == 3 and os.environ.get('RANK') == '1':\n"
-        "        raise ValueError('the third step')\n"
-        "    return whole(self, data, step)\n"
-        "OneStage.accumulate = breaks\n"
-    )
+    accumulate = OneStage.accumulate
+
+    def fail_in_step_3(engine: OneStage, data: Any, step: int) -> Any:
+        if step == 3 and os.environ["RANK"] == "1":
+            raise ValueError("the third step")
+        return accumulate(engine, data, step)
+
+    def break_ranks() -> None:
+        OneStage.accumulate = fail_in_step_3  # type: ignore[method-assign]
+
     run = tmp_path / "run"
     arguments = [*words(*ENDLESS, f"run.folder={run}"), "--nproc", "2", "--debug"]
-    process = start(tmp_path, *arguments, python_path=str(tmp_path / "broken"))
-    _, err = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 1, err
+    code, _, err = Launcher(tmp_path, *arguments, prepare=break_ranks).finish()
+    assert code == 1, err
     assert err.count("Traceback") == 1 and err.count("ValueError: the third step") == 2
     assert (
         err.splitlines()[-1].startswith("meshwright: rank 1 failed at ") and "logs/rank-1.err" in err.splitlines()[-1]
     )
     assert "ValueError: the third step" in (run / "logs/rank-1.err").read_text()
-    assert left_over(f"run.folder={run}") == []
 
 
 @pytest.mark.thorough
 def test_ctrl_c_ends_all_ranks_at_one_step_from_which_they_resume(tiny_job: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    process = start(tmp_path, *words(*ENDLESS, f"run.folder={run}"), "--nproc", "2")
+    process = Launcher(tmp_path, *words(*ENDLESS, f"run.folder={run}"), "--nproc", "2")
     wait_for_steps(process, run)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 130 and "Traceback" not in err, err
+    code, _, err = process.finish()
+    assert code == 130 and "Traceback" not in err, err
     event = stop_event(run)
     assert event["reason"] == "interrupted" and event["signal"] == "SIGINT"
     assert newest(run).facts.step == event["step"]
-    assert left_over(f"run.folder={run}") == []
 
     (run / "logs").mkdir()
     (run / "logs/stop").write_text("SIGINT")  # as a launcher that was killed leaves it
     last = event["step"] + 2
-    process = start(tmp_path, "train", "run", "--resume", "--set", f"run.steps={last}", "--nproc", "2", "--json")
-    out, err = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 0, err
+    resume = ["train", "run", "--resume", "--set", f"run.steps={last}", "--nproc", "2", "--json"]
+    code, out, err = Launcher(tmp_path, *resume).finish()
+    assert code == 0, err
     assert json.loads(out)["step"] == newest(run).facts.step == last
     assert f"resuming from step {event['step']} (attempt 1)" in err
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
