@@ -52,10 +52,9 @@ def test_every_sharp_line_is_a_quick_one() -> None:
     assert {line.name for line in FEW} == set(SHARP)
 
 
-@pytest.mark.thorough
-def test_every_message_of_every_block_is_part_of_a_product(rest: dict[str, LineResult]) -> None:
+def test_every_message_of_every_block_is_part_of_a_product(few: dict[str, LineResult]) -> None:
     """Two projections' inputs are gathered and two's results scattered, forward and backward."""
-    result = rest["llama · compiled, asynchronous tp 2"]
+    result = few["llama · compiled, asynchronous tp 2"]
     job = result.line.job
     assert result.verdict is not None, result.error
     trained = job.run.steps * job.accumulation * job.model.layers * (2 + 2)
