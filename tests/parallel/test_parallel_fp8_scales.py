@@ -73,8 +73,10 @@ SHAPES = [(256, 384, 128), (48, 80, 208)]
 def test_result_and_gradients_are_those_of_the_sequential_reference(scales: str, shape: tuple[int, int, int]) -> None:
     x, weight, grad = operands(*shape)
     expected = sequential_reference(x.detach(), weight.detach(), grad, scales)
-    compiled = torch.compile(of(scales), backend="aot_eager", fullgraph=True)
-    for function in (of(scales), compiled):
+    functions = [of(scales)]
+    if shape == SHAPES[1]:
+        functions.append(torch.compile(of(scales), backend="aot_eager", fullgraph=True))
+    for function in functions:
         for value, reference in zip(run(function, x, weight, grad), expected, strict=True):
             assert value.dtype == torch.bfloat16 and value.is_contiguous()
             assert distance(value, reference) < 2**-8  # the result's own rounding
