@@ -30,7 +30,7 @@ def make_job(shape: dict[str, Any], recompute: Any = "none") -> Job:
             "memory": {"recompute": recompute},
             "optimizer": {"lr": 1e-2},
             "evaluation": {"every_steps": 1, "batches": 1, "sample_tokens": 0},
-            "run": {"steps": 3, "compile": True, "device": "cpu"},
+            "run": {"steps": 2, "compile": True, "device": "cpu"},
         }
     )
 
@@ -66,9 +66,17 @@ def _no_code_is_generated(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
-def test_the_same_bits_as_apart(shape: dict[str, Any], recompute: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "recompute"),
+    [
+        ("grouped, gated", "none"),
+        ("grouped, gated", "full"),
+        ("biases, no gate", "none"),
+        ("norms of queries and keys", "selective"),
+    ],
+)
+def test_the_same_bits_as_apart(name: str, recompute: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = SHAPES[name]
     job = make_job(shape, recompute)
     seen, masters, model = trained(job)
     assert not torch._dynamo.utils.counters["graph_break"]  # nor in evaluations, which need no gradients
@@ -82,8 +90,8 @@ def test_the_same_bits_as_apart(shape: dict[str, Any], recompute: str, monkeypat
     monkeypatch.setattr(apply, "join_working_weights", lambda *_: None)
     apart, masters_apart, model_apart = trained(job)
     assert not [module for module in model_apart.modules() if getattr(module, "joined", None) is not None]
-    assert seen.rows == apart.rows and len({loss for loss, _ in seen.rows}) == 3
-    assert seen.held_out == apart.held_out and len(seen.held_out) == 4
+    assert seen.rows == apart.rows and len({loss for loss, _ in seen.rows}) == 2
+    assert seen.held_out == apart.held_out and len(seen.held_out) == 3
     assert all(torch.equal(master, masters_apart[name]) for name, master in masters.items())
 
 
@@ -93,4 +101,4 @@ def test_on_a_gpu_training_and_evaluations_are_compiled_whole(monkeypatch: pytes
     job = make_job(SHAPES["grouped, gated"] | {"head_dim": 16})
     seen = trained(job.model_copy(update={"run": job.run.model_copy(update={"device": "cuda"})}), "cuda")[0]
     assert not torch._dynamo.utils.counters["graph_break"]
-    assert len(set(seen.held_out)) == 4
+    assert len(set(seen.held_out)) == 3
