@@ -69,9 +69,13 @@ def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
 @pytest.fixture(scope="session")
 def warm_command(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder for PATH whose `meshwright`, and `python-warm`, run in forks of a server that has imported torch."""
+    """A folder for PATH whose `meshwright`, and `python-warm`, run in forks of a server that has imported torch.
+
+    In its folder `python` the latter is called `python`.
+    """
     folder, warm = tmp_path_factory.mktemp("warm"), Path(__file__).parent / "warm"
-    for name, first in (("meshwright", ""), ("python-warm", "--python ")):
+    (folder / "python").mkdir()
+    for name, first in (("meshwright", ""), ("python-warm", "--python "), ("python/python", "--python ")):
         command = folder / name
         command.write_text(f'#!/bin/sh\nexec {sys.executable} -S -E {warm}/client.py {folder}/socket {first}"$@"\n')
         command.chmod(0o755)

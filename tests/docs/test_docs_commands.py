@@ -1,6 +1,6 @@
 """Every shell block of the README and the guide runs, in order, as a reader would run it, and prints what is shown.
 
-But for the pages in COLD, `meshwright` is forked from a process that has imported torch, with a smaller
+But for the pages in COLD, `meshwright` and `python` are forked from a process that has imported torch, with a smaller
 `builtin:stdlib`.
 """
 
@@ -19,7 +19,7 @@ def test_the_page_s_commands_run(
     page: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, warm_command: Path
 ) -> None:
     cache = tmp_path_factory.getbasetemp() / "docs-cache"  # one for all pages
-    run_page(page, tmp_path, cache, [] if page.stem in COLD else [warm_command])
+    run_page(page, tmp_path, cache, [] if page.stem in COLD else [warm_command, warm_command / "python"])
 
 
 def test_the_readme_shows_its_two_commands() -> None:

@@ -189,7 +189,7 @@ def test_a_crashing_rank_is_the_only_one_heard(tiny_job: Path, tmp_path: Path) -
         return accumulate(engine, data, step)
 
     def break_ranks() -> None:
-        OneStage.accumulate = fail_in_step_3  # type: ignore[method-assign]
+        setattr(OneStage, "accumulate", fail_in_step_3)  # noqa: B010
 
     run = tmp_path / "run"
     arguments = [*words(*ENDLESS, f"run.folder={run}"), "--nproc", "2", "--debug"]

@@ -108,6 +108,10 @@ def start(words: list[str], python: Path) -> None:
     elif rest[0] == "-c":
         sys.argv = ["-c", *rest[2:]]
         exec(compile(rest[1], "<string>", "exec"), {"__name__": "__main__"})
+    elif rest[0] == "-":
+        sys.argv = rest
+        sys.path.insert(0, "")
+        exec(compile(sys.stdin.read(), "<stdin>", "exec"), {"__name__": "__main__"})
     else:
         sys.argv = rest
         sys.path.insert(0, str(Path(rest[0]).parent))
