@@ -173,11 +173,13 @@ def shrunk(tmp_path_factory: pytest.TempPathFactory, quiet: Run) -> Run:
     return run
 
 
+@pytest.mark.thorough
 def test_it_goes_on_with_fewer_ranks_to_the_same_numbers(shrunk: Run, quiet: Run) -> None:
     assert shrunk.record.state() == "done"
     assert_same(shrunk, quiet)
 
 
+@pytest.mark.thorough
 def test_every_restart_says_its_cause_and_how_many_ranks_go_on(shrunk: Run) -> None:
     restarts = shrunk.events("restart")
     assert [(event["rank"], event["ranks"], event["step"]) for event in restarts] == [(3, 4, 3), (3, 3, 3)]
@@ -188,6 +190,7 @@ def test_every_restart_says_its_cause_and_how_many_ranks_go_on(shrunk: Run) -> N
     assert resumed["changed"] == {"layout.dp_replicate": [4, 3]}
 
 
+@pytest.mark.thorough
 def test_the_folder_says_what_layout_each_attempt_had(shrunk: Run) -> None:
     assert [shrunk.record.attempt(number)["job"]["layout"]["dp_replicate"] for number in range(2)] == [4, 3]
     assert shrunk.record.job()["layout"]["dp_replicate"] == 3
@@ -198,6 +201,7 @@ def test_the_folder_says_what_layout_each_attempt_had(shrunk: Run) -> None:
     }
 
 
+@pytest.mark.thorough
 def test_status_and_report_speak_of_it_as_of_any_other(shrunk: Run) -> None:
     (shrunk.folder / "run/report.html").unlink()
     assert shrunk.give("report", "run") == 0 and (shrunk.folder / "run/report.html").is_file(), shrunk.told()

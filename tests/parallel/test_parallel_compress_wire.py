@@ -70,6 +70,7 @@ def wire() -> Iterator[Wire]:
         yield laid
 
 
+@pytest.mark.thorough
 def test_counted_bytes_are_those_of_the_interface(wire: Wire) -> None:
     outputs = wire.run_pair(["-c", RANK], timeout_s=120)
     for output in outputs:
