@@ -30,6 +30,7 @@ from meshwright.model.numbers import DTYPES
 from meshwright.parallel.fp8 import FORWARD, GRADIENT
 from meshwright.ranks import Place
 from meshwright.torch_private.arithmetic import scaled_mm
+from meshwright.torch_private.processes import give_gloo_one_thread
 from meshwright.train.kernels import BACKENDS
 from meshwright.train.memory_usage import resident_bytes
 
@@ -376,6 +377,7 @@ def measure_profile(device: torch.device, place: Place | None, *, quick: bool, r
     """The profile on rank 0 or in a single process; None on other ranks."""
     if place is None:
         return Calibration(device, quick, report).profile()
+    give_gloo_one_thread()
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     # Ranks on a CPU share its cores, caches and memory: what each reaches is measured while the others do the same.
     together = place.size if device.type == "cpu" else 1

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshwright.job import Job
 from meshwright.layout import axes, require_layout
 from meshwright.ranks import ALONE, own_place, require_master
+from meshwright.torch_private.processes import give_gloo_one_thread
 
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """All ranks' tensors in one: torch 2.13 renames it and warns about the old name."""
@@ -119,6 +120,7 @@ def join_world(job: Job, device: torch.device) -> World:
     if not dist.is_initialized():
         require_master(os.environ)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        give_gloo_one_thread()
         dist.init_process_group(backend, rank=rank, world_size=size)
     layout = job.layout
     sizes = axes(layout)

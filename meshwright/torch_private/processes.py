@@ -1,5 +1,6 @@
 """Loader workers, works of process groups, events of the profiler. torch 2.11 to 2.15."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -25,6 +26,33 @@ def finished_work(result: Any) -> Any:
     future: Future[Any] = Future()
     future.set_result(result)
     return _create_work_from_future(future)
+
+
+def give_gloo_one_thread() -> None:
+    """Let every group of gloo made from now on complete its collectives in one thread, in the order of their calls.
+
+    Torch gives it two, and both note the name of what they completed in one std::string without a lock. Names of 16
+    letters or more (ALLREDUCE_COALESCED) are on the heap: when two threads replace one at once, both free the same
+    memory, and the process dies later, of SIGSEGV in malloc.
+    """
+    gloo: Any = dist.ProcessGroupGloo
+    initialise = gloo.__init__
+    if initialise.__name__ == "initialise_with_one_thread":
+        return
+
+    def initialise_with_one_thread(
+        self: Any, store: Any, rank: int, size: int, options: Any = None, timeout: timedelta | None = None
+    ) -> None:
+        if not isinstance(options, gloo._Options):
+            timeout, options = options or timeout, gloo._Options()
+            options._timeout = timeout or c10d.default_pg_timeout
+            interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+            devices = [gloo.create_device(interface=name) for name in interfaces]
+            options._devices = devices or [gloo.create_default_device()]
+        options._threads = 1
+        initialise(self, store, rank, size, options)
+
+    gloo.__init__ = initialise_with_one_thread
 
 
 def gloo_group(store: Any, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:

@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from meshwright.errors import UserError
 from meshwright.torch_private.compiler import preload
+from meshwright.torch_private.processes import give_gloo_one_thread
 from meshwright.train import frozen
 from meshwright.verify import staged
 from meshwright.verify.collectives import record_groups
@@ -208,6 +209,7 @@ def _rank_main(
         staged.register()
         if place.record is not None:
             record_groups(place.record, place.rank)
+        give_gloo_one_thread()
         dist.init_process_group(place.backend, init_method=place.rendezvous, rank=place.rank, world_size=place.size)
         released.start()
         message = _pickled(_Report(place.rank, time.monotonic(), result=function(*args)))

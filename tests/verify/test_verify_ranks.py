@@ -133,3 +133,13 @@ def test_nothing_is_forked_once_cuda_is_initialised(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with pytest.raises(RuntimeError, match="cannot be forked"):
         run_ranks(count_threads, 2)
+
+
+def _threads_of_gloo() -> list[int]:
+    groups = [dist.group.WORLD, dist.new_group([0, 1])]
+    return [group._get_backend(torch.device("cpu")).options._threads for group in groups]
+
+
+def test_groups_of_gloo_complete_in_one_thread() -> None:
+    """Two would corrupt the memory that holds the name of what completed last."""
+    assert run_ranks(_threads_of_gloo, 2) == [[1, 1], [1, 1]]

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright.torch_private.processes import name_gloo_ranks
+from meshwright.torch_private.processes import give_gloo_one_thread, name_gloo_ranks
 from meshwright.verify.collectives.distinct import Calls
 from meshwright.verify.collectives.issue import ERRORS, Refused, first_line, issue, why_not
 
@@ -117,6 +117,7 @@ def _alone(backend: str, device: torch.device, eager: bool) -> Iterator[None]:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     store, place = dist.HashStore(), device if eager else None  # type: ignore[attr-defined]
+    give_gloo_one_thread()
     dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=TIMEOUT, device_id=place)
     name_gloo_ranks(1)
     try:
