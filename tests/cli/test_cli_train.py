@@ -1,11 +1,14 @@
 """`meshwright train`, `generate`, `report`: a whole run as a new user makes it."""
 
 import json
+import os
+import signal
 import tomllib
 from pathlib import Path
 
 import pytest
-from waiting import LIMIT_S, wait_until
+from forked_command import ForkedCommand
+from waiting import wait_until
 
 
 def rows(path: Path) -> list[dict]:
@@ -101,17 +104,15 @@ def test_synthetic_tokens_need_no_files(cli, tiny_job: Path) -> None:
 
 
 def test_ctrl_c_stops_after_the_step_with_everything_written(tiny_job: Path, tmp_path: Path) -> None:
-    import os
-    import signal
-    import subprocess
-    import sys
-
     metrics = tmp_path / "run/metrics.jsonl"
-    command = [sys.executable, "-m", "meshwright", "train", "job.toml", "--set", "run.steps=100000"]
-    command += ["--set", "data.workers=1", "--set", "data.cache=cache", "--set", "evaluation.every_steps=100000"]
-    process = subprocess.Popen(
-        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
+    settings = [
+        "run.steps=100000",
+        'data.sources=["builtin:synthetic"]',
+        "data.workers=1",
+        "evaluation.every_steps=100000",
+    ]
+    words = [word for setting in settings for word in ("--set", setting)]
+    process = ForkedCommand(tmp_path, "train", "job.toml", *words)
 
     def has_trained() -> bool:
         assert process.poll() is None
@@ -119,8 +120,8 @@ def test_ctrl_c_stops_after_the_step_with_everything_written(tiny_job: Path, tmp
 
     wait_until(has_trained, "four steps")
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: every process of the group gets it
-    out, err = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 130, err
+    code, out, err = process.finish()
+    assert code == 130, err
     assert "Traceback" not in err
     assert out.endswith("continue meshwright train run --resume\n")
     events = rows(tmp_path / "run/events.jsonl")

@@ -5,7 +5,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -71,7 +70,7 @@ def test_a_forked_child_can_encode():
 
 
 @pytest.mark.thorough
-def test_a_forked_child_can_encode_where_threads_were_asked_for():
+def test_a_forked_child_can_encode_where_threads_were_asked_for(warm_command: Path):
     # As in a rank that a launcher started: the launcher's own setting is in its environment.
     program = """
 import os
@@ -84,7 +83,7 @@ if (pid := os.fork()) == 0:
 assert os.waitpid(pid, 0)[1] == 0
 """
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "true"}
-    process = subprocess.Popen([sys.executable, "-c", program], env=environment, start_new_session=True)
+    process = subprocess.Popen([warm_command / "python-warm", "-c", program], env=environment, start_new_session=True)
     try:
         assert process.wait(60) == 0
     finally:

@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -151,8 +150,8 @@ def test_what_the_library_cannot_bear_is_a_sentence(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_a_forked_child_can_encode_after_its_parent_decoded(tmp_path: Path) -> None:
-    # In a new process, since the library's thread pool starts once, and a fork may use it only if it has not.
+def test_a_forked_child_can_encode_after_its_parent_decoded(tmp_path: Path, warm_command: Path) -> None:
+    # From a process in which the library's thread pool never started: a fork may use it only then.
     altered(tmp_path, decoder=replace("h+", "h", "Regex"))
     program = f"""
 import os
@@ -166,7 +165,7 @@ if (pid := os.fork()) == 0:
     os._exit(0 if tokenizer.encode_batch(["hello", "text"] * 50) else 1)
 assert os.waitpid(pid, 0)[1] == 0
 """
-    process = subprocess.Popen([sys.executable, "-c", program], start_new_session=True)
+    process = subprocess.Popen([warm_command / "python-warm", "-c", program], start_new_session=True)
     try:
         assert process.wait(60) == 0
     finally:

@@ -3,26 +3,22 @@
 Launchers are forks of this process, which signals reach as they reach a new program; one is a new program.
 """
 
-import faulthandler
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_command import ForkedCommand, processes_of
 from launch_processes import left_over
 from waiting import LIMIT_S, wait_until
 
 from meshwright.checkpoint import newest
 from meshwright.parallel.engine import OneStage
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from fault_runs import Forked, command, processes_of
 
 TWO_RANKS = ["layout.dp_replicate=2", 'data.sources=["builtin:synthetic"]', "evaluation.every_steps=0"]
 ENDLESS = [*TWO_RANKS, "run.steps=100000"]
@@ -32,34 +28,13 @@ def words(*overrides: str) -> list[str]:
     return ["train", "job.toml", *(word for override in overrides for word in ("--set", override))]
 
 
-class Launcher(Forked):
-    """The command in a folder, where the files `out` and `err` take what it and its ranks say."""
-
-    def __init__(self, folder: Path, *arguments: str, prepare: Callable[[], Any] = lambda: None) -> None:
-        self.folder = folder
-
-        def main() -> None:
-            faulthandler.disable()  # where ranks leave stacks, the command has enabled it
-            prepare()
-            command(list(arguments))
-
-        with (folder / "out").open("w") as out, (folder / "err").open("w") as err:
-            super().__init__(main, {**os.environ, "OMP_NUM_THREADS": "1"}, out, err, folder)
-
-    def finish(self) -> tuple[int, str, str]:
-        """Its exit code and what was said, once it has ended and left no process behind."""
-        code = self.wait(LIMIT_S)
-        assert processes_of(self.folder) == []
-        return code, (self.folder / "out").read_text(), (self.folder / "err").read_text()
-
-
 def ranks(launcher: int) -> list[int]:
     """The processes a launcher started and that still run."""
     listed = subprocess.run(["pgrep", "-P", str(launcher)], capture_output=True, text=True).stdout
     return [int(line) for line in listed.split()]
 
 
-def wait_for_steps(process: Launcher, run: Path) -> None:
+def wait_for_steps(process: ForkedCommand, run: Path) -> None:
     metrics = run / "metrics.jsonl"
 
     def has_trained() -> bool:
@@ -155,7 +130,7 @@ def test_a_job_on_gpus_is_never_forked(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.thorough
 def test_ranks_whose_launcher_was_killed_save_and_stop(tiny_job: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    process = Launcher(tmp_path, *words(*ENDLESS, f"run.folder={run}"), "--nproc", "2")
+    process = ForkedCommand(tmp_path, *words(*ENDLESS, f"run.folder={run}"), "--nproc", "2")
     wait_for_steps(process, run)
     process.send_signal(signal.SIGKILL)
     process.wait(LIMIT_S)
@@ -167,7 +142,7 @@ def test_ranks_whose_launcher_was_killed_save_and_stop(tiny_job: Path, tmp_path:
 @pytest.mark.thorough
 def test_a_crashed_rank_is_named_leaves_its_stack_and_takes_the_run_with_it(tiny_job: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    process = Launcher(tmp_path, *words(*ENDLESS, f"run.folder={run}", "data.workers=1"), "--nproc", "2")
+    process = ForkedCommand(tmp_path, *words(*ENDLESS, f"run.folder={run}", "data.workers=1"), "--nproc", "2")
     wait_for_steps(process, run)
     os.kill(ranks(process.pid)[1], signal.SIGSEGV)
     code, _, err = process.finish()
@@ -193,7 +168,7 @@ def test_a_crashing_rank_is_the_only_one_heard(tiny_job: Path, tmp_path: Path) -
 
     run = tmp_path / "run"
     arguments = [*words(*ENDLESS, f"run.folder={run}"), "--nproc", "2", "--debug"]
-    code, _, err = Launcher(tmp_path, *arguments, prepare=break_ranks).finish()
+    code, _, err = ForkedCommand(tmp_path, *arguments, prepare=break_ranks).finish()
     assert code == 1, err
     assert err.count("Traceback") == 1 and err.count("ValueError: the third step") == 2
     assert (
@@ -205,7 +180,7 @@ def test_a_crashing_rank_is_the_only_one_heard(tiny_job: Path, tmp_path: Path) -
 @pytest.mark.thorough
 def test_ctrl_c_ends_all_ranks_at_one_step_from_which_they_resume(tiny_job: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    process = Launcher(tmp_path, *words(*ENDLESS, f"run.folder={run}"), "--nproc", "2")
+    process = ForkedCommand(tmp_path, *words(*ENDLESS, f"run.folder={run}"), "--nproc", "2")
     wait_for_steps(process, run)
     process.send_signal(signal.SIGINT)
     code, _, err = process.finish()
@@ -218,7 +193,7 @@ def test_ctrl_c_ends_all_ranks_at_one_step_from_which_they_resume(tiny_job: Path
     (run / "logs/stop").write_text("SIGINT")  # as a launcher that was killed leaves it
     last = event["step"] + 2
     resume = ["train", "run", "--resume", "--set", f"run.steps={last}", "--nproc", "2", "--json"]
-    code, out, err = Launcher(tmp_path, *resume).finish()
+    code, out, err = ForkedCommand(tmp_path, *resume).finish()
     assert code == 0, err
     assert json.loads(out)["step"] == newest(run).facts.step == last
     assert f"resuming from step {event['step']} (attempt 1)" in err

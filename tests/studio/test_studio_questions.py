@@ -42,9 +42,9 @@ def test_clusters_side_by_side(cli: Callable[..., Any]) -> None:
 
 @pytest.mark.thorough
 def test_how_many_nodes(cli: Callable[..., Any]) -> None:
-    state = {"gpu": "h100", "gpus": 8, "tokens": "1e12", "days": "4", "price": "2"}
+    state = {"gpu": "h100", "gpus": 2, "tokens": "1e11", "days": "4", "price": "2"}
     found = answer("size", **state)
-    words = (*COMMAND, "--cluster", "8xh100", "--tokens", "1e12", "--days", "4", "--price", "2")
+    words = (*COMMAND, "--cluster", "2xh100", "--tokens", "1e11", "--days", "4", "--price", "2")
     expected = json.loads(cli(*words).out)["answer"]
     chosen = [row["cells"][0] for row in found["rows"] if row["chosen"]]
     assert chosen == [expected["cluster"]] and found["sentence"].startswith(expected["cluster"])
