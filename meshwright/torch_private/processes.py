@@ -41,7 +41,7 @@ def give_gloo_one_thread() -> None:
         return
 
     def initialise_with_one_thread(
-        self: Any, store: Any, rank: int, size: int, options: Any = None, timeout: timedelta | None = None
+        self: Any, store: Any, rank: int, size: int, options: Any = None, timeout: timedelta | None = None, **more: Any
     ) -> None:
         if not isinstance(options, gloo._Options):
             timeout, options = options or timeout, gloo._Options()
@@ -49,6 +49,8 @@ def give_gloo_one_thread() -> None:
             interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
             devices = [gloo.create_device(interface=name) for name in interfaces]
             options._devices = devices or [gloo.create_default_device()]
+        for name, value in more.items():  # enable_reconfigure, since torch 2.15
+            setattr(options, name, value)
         options._threads = 1
         initialise(self, store, rank, size, options)
 
