@@ -117,10 +117,10 @@ def join_world(job: Job, device: torch.device) -> World:
     require_layout(job, size)
     if size == 1:
         return World(device)
+    give_gloo_one_thread()
     if not dist.is_initialized():
         require_master(os.environ)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        give_gloo_one_thread()
         dist.init_process_group(backend, rank=rank, world_size=size)
     layout = job.layout
     sizes = axes(layout)

@@ -29,11 +29,11 @@ def finished_work(result: Any) -> Any:
 
 
 def give_gloo_one_thread() -> None:
-    """Let every group of gloo made from now on complete its collectives in one thread, in the order of their calls.
+    """Run the collectives of every gloo group created from now on in one thread, in the order of their calls.
 
-    Torch gives it two, and both note the name of what they completed in one std::string without a lock. Names of 16
-    letters or more (ALLREDUCE_COALESCED) are on the heap: when two threads replace one at once, both free the same
-    memory, and the process dies later, of SIGSEGV in malloc.
+    Torch starts two, and both write the name of the collective they completed to one std::string without a lock. Names
+    of 16 letters or more (ALLREDUCE_COALESCED) are on the heap: two threads that replace one at the same time both free
+    the same memory, and the process dies later, of SIGSEGV in malloc.
     """
     gloo: Any = dist.ProcessGroupGloo
     initialise = gloo.__init__
